@@ -112,15 +112,22 @@ def _outwards(prefixes: list[str], name: str) -> list[str]:
 
 
 def kept_beside(config: bytes, tensors: Mapping[str, TensorInfo]) -> frozenset[str]:
-    """Return the names of the tensors beside the language model that the model of this config.json would be trained as."""
-    values = parse_object(config, _CONFIG)
-    if "auto_map" in values or values.get("model_type") not in CONFIG_MAPPING:
-        return frozenset()
-    whole = CONFIG_MAPPING[values["model_type"]].from_dict(values)
-    language = language_config(whole)
-    if language is whole:
+    """Return the names of the tensors beside the language model in the checkpoint of this config.json."""
+    language = language_within(config)
+    if language is None:
         return frozenset()
     return frozenset(_beside(tensors, language_names(tensors, build_on_meta(language))[1]))
+
+
+def language_within(config: bytes) -> PretrainedConfig | None:
+    """Return the configuration of the language model in a composite's config.json; None for another model's."""
+    values = parse_object(config, _CONFIG)
+    kind = values.get("model_type")
+    if "auto_map" in values or not isinstance(kind, str) or kind not in CONFIG_MAPPING:
+        return None
+    whole = CONFIG_MAPPING[kind].from_dict(values)
+    language = language_config(whole)
+    return None if language is whole else language
 
 
 def _beside(held: Mapping[str, TensorInfo], names: Mapping[str, str]) -> dict[str, TensorInfo]:

@@ -6,8 +6,9 @@ import logging
 import math
 import re
 import uuid
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -35,8 +36,14 @@ from burnish.files.lease import locked
 from burnish.files.safetensors import ADAPTER_CONFIG, INDEX, TensorEntry, model_digest
 from burnish.files.storage import LOCAL, Closing, LocalFile, LocalStorage
 from burnish.files.strict_json import encode_json, parse_object
+from burnish.models.composite import (
+    composite_at,
+    kept_beside,
+    language_modules,
+    language_within,
+)
 from burnish.models.loading import GENERATION_CONFIG, read_model_config
-from burnish.models.lora.adapter import Adapter, Change
+from burnish.models.lora.adapter import Adapter, Change, moved
 from burnish.models.lora.adapter_config import adapted_weights, are_parameters, factor_name
 from burnish.models.meta_init import build_on_meta
 
@@ -68,10 +75,15 @@ class StepModel(Closing):
             if key.startswith(self._directory)
         }
         """Its tensors by canonical name."""
+        config = f"{self._directory}{CONFIG}"
+        self.kept: frozenset[str] = frozenset()
+        """Those beside a composite's language model, which no dtype changes."""
+        if config in step.manifest.files:
+            self.kept = kept_beside(read_file(step, config), self.weights)
 
     def read(self, name: str, start: int, stop: int, dtype: torch.dtype) -> Tensor:
         """Return elements `start` to `stop` in C order, in `dtype` or a more exact one."""
-        rounded = torch.bfloat16 if dtype == torch.bfloat16 else None
+        rounded = torch.bfloat16 if dtype == torch.bfloat16 and name not in self.kept else None
         return self._tensors.read_range(f"{self._directory}{name}", start, stop, rounded)
 
     def assets(self) -> dict[str, bytes]:
@@ -116,6 +128,8 @@ class MergedModel(Closing):
             name: TensorInfo(torch.float32, each.shape) if name in self._changes else each
             for name, each in plain.items()
         }
+        self.kept = kept_beside((base / CONFIG).read_bytes(), plain)
+        """See `StepModel.kept`."""
 
     def read(self, name: str, start: int, stop: int, dtype: torch.dtype) -> Tensor:
         """See `StepModel.read`."""
@@ -187,7 +201,7 @@ def export(
 ) -> dict[str, int]:
     """Write a model to a directory, its floating-point tensors in `dtype`; return the sizes of its files by name.
 
-    Tensors that their family keeps in fp32 stay so. Raises `UsageError` for a `target` that exists or is inside a step.
+    Tensors that their family keeps in fp32, or that lie beside a composite's language model, stay as they are. Raises `UsageError` for a `target` that exists or is inside a step.
     Raises `IncompatibleError` for a tensor in 8 bits or a number too large for `dtype`, `CorruptError` for a damaged
     block.
     """
@@ -229,7 +243,8 @@ def _write_tensors(
     storage: LocalStorage,
 ) -> dict[Path, bytes]:
     """Write the tensor files, and return the index files that belong to them."""
-    for name, each in model.weights.items():
+    converted = {name: each for name, each in model.weights.items() if name not in model.kept}
+    for name, each in converted.items():
         is_packed = name.endswith("_blocks") and name.replace("_blocks", "_scales") in model.weights
         if each.dtype.itemsize == 1 and (each.dtype.is_floating_point or is_packed):
             raise IncompatibleError(
@@ -238,8 +253,10 @@ def _write_tensors(
                 want="weights of 16 bits or more; without their scales these mean nothing",
                 do="take the directory as it is, or convert it with the program that quantized it",
             )
+    targets = {name: each.dtype for name, each in model.weights.items()}
+    targets |= {name: _target(each, dtype) for name, each in converted.items()}
     stored = [
-        Stored(MODEL, name, dtype_name(_target(each, dtype), name), each.shape)
+        Stored(MODEL, name, dtype_name(targets[name], name), each.shape)
         for name, each in model.weights.items()
     ]
     files, indices = plan_files(stored, max_file_bytes)
@@ -250,7 +267,7 @@ def _write_tensors(
         with storage.open(directory / Path(file.path).name, write=True) as out:
             out.pwrite(file.header_within(0, file.header_bytes), 0)
             for entry in file.entries:
-                _write_tensor(model, entry, _target(model.weights[entry.name], dtype), out)
+                _write_tensor(model, entry, targets[entry.name], out)
             out.sync()
     return {directory / Path(path).name: data for path, data in indices.items()}
 
@@ -284,14 +301,30 @@ def _converted(elements: Tensor, dtype: torch.dtype, name: str) -> Tensor:
     return result
 
 
-def _changes(record: Mapping[str, Any], base: Path, weights: Iterable[str]) -> Mapping[str, Change]:
+def _changes(
+    record: Mapping[str, Any], base: Path, weights: Collection[str]
+) -> Mapping[str, Change]:
+    """Return the changes of the model's tensors by the names in its files, with the layers' names in the adapter's."""
+    names: Mapping[str, str] = {}
+    inner = outer = ""
+    language = language_within((base / CONFIG).read_bytes())
+    if language is not None and (composite := composite_at(base, language)) is not None:
+        names, (inner, outer) = composite.names, language_modules(composite, language)
     if not any(map(are_parameters, record["targets"])):
         is_transposed = record.get("fan_in_fan_out", False)
-        layers = adapted_weights(weights)
-        return {name: Change(layer, transposed=is_transposed) for name, layer in layers.items()}
+        found = {}
+        for name, layer in adapted_weights(weights).items():
+            own = moved(name, outer, inner)
+            found[names.get(own, own)] = Change(layer, transposed=is_transposed)
+        return found
     lora = LoraConfig(rank=record["rank"], targets=record["targets"])
     hf_config = read_model_config(ModelConfig(path=str(base)))
-    return Adapter(build_on_meta(hf_config), lora).changes
+    found = {}
+    for name, change in Adapter(build_on_meta(hf_config), lora).changes.items():
+        layer = moved(change.layer, inner, outer)
+        is_there = factor_name(layer, "A") in weights
+        found[names.get(name, name)] = replace(change, layer=layer) if is_there else change
+    return found
 
 
 def _set_special_tokens(config: dict[str, Any], generation: Mapping[str, Any]) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from burnish.boxes.box import whole
 from burnish.boxes.shards import Shard, TensorSpec
-from burnish.boxes.tensor_reader import DirectoryReader, locate
+from burnish.boxes.tensor_reader import DirectoryReader, TensorInfo, locate
 from burnish.checkpoint.layout import MAIN, Disks
 from burnish.checkpoint.manifest import IMPORTED
 from burnish.checkpoint.save import Contents, ModelContents, Saver, check_new
@@ -26,6 +26,7 @@ from burnish.files.durable import make_dirs_durably, naming_failures
 from burnish.files.lease import LEASE, holding_lease
 from burnish.files.safetensors import read_header, weight_map
 from burnish.files.storage import LOCAL
+from burnish.models.composite import kept_beside
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,8 +123,10 @@ def _contents(foreign: Foreign, weights: list[Shard], step: int) -> Contents:
         dtype = torch.bfloat16 if split else dtypes.pop()
         assets[CONFIG] = with_dtype(assets[CONFIG], dtype, f"the model's {CONFIG}")
     origin = {"kind": foreign.kind, "source": str(foreign.source.absolute())}
+    described = {s.spec.name: TensorInfo(s.spec.dtype, s.spec.shape) for s in weights}
+    kept = kept_beside(foreign.assets[CONFIG], described)
     return Contents(
-        models={MAIN: ModelContents(weights, [], assets)},
+        models={MAIN: ModelContents(weights, [], assets, kept)},
         state={"step": step, IMPORTED: origin, "training": "absent"},
         check_finite=True,
         split=split,

@@ -383,6 +383,8 @@ def within(
 
 def moved(name: str, inner: str, outer: str) -> str:
     """Return PEFT's name of an adapter's tensor, or of a layer, where the module `inner` is called `outer`."""
+    if inner == outer:
+        return name
     start = ADAPTER_PREFIX if name.startswith(ADAPTER_PREFIX) else ""
     tail = name.removeprefix(f"{start}{inner}.")
     return name if tail == name else f"{start}{outer}.{tail}"
