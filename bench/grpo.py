@@ -124,7 +124,7 @@ class Ours:
             layout,
             lambda: None,
             Progress(enabled=False),
-            RewardFailures(config.reward.max_failed_rounds),
+            RewardFailures(config.reward),
         )
         self.loader = Loader(len(self.dataset), config.seed, shuffle=False)
         self.loss = policy_loss_fn(config.algorithm, config.rollout.max_response_length)

@@ -452,7 +452,7 @@ def exchange(pipe: Connection, ranks: int) -> None:
         return made
 
     table, took = clock("hearing of all", lambda: hear(levels, group_sizes(ranks)))
-    stragglers, failures = Stragglers(warns=False), RewardFailures(1)
+    stragglers, failures = Stragglers(warns=False), RewardFailures(config.reward)
     asked = rng.integers(20, 400, ranks).astype(np.float64)
 
     def collect(*_: object) -> RolloutTable:

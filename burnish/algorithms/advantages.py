@@ -85,14 +85,19 @@ def pass_at_k(scored: ScoredRollouts) -> Array:
 def gdpo(scored: ScoredRollouts) -> Array:
     """A_i = Σ_k w_k (r_ik - mean_k) / (std_k + ε), standardised over the step (GDPO, arXiv 2601.05242, equations 4 to 6).
 
-    k runs over the reward's parts. Penalties form one more part, of weight 1.
+    k runs over the reward's parts. mean_k and std_k are over the rollouts that have the part; it adds nothing to others. Penalties
+    form one more part, of weight 1.
     """
-    weighted = {name: scored.weights[name] * values for name, values in scored.parts.items()}
+    weighted = {
+        name: scored.weights[name] * np.nan_to_num(values) for name, values in scored.parts.items()
+    }
     remainder = scored.rewards - sum(weighted.values(), np.zeros_like(scored.rewards))
     remainder[np.abs(remainder) < 1e-9 * (1 + np.abs(scored.rewards))] = 0.0
     total = scored.in_rows(_standardised, remainder)
     for name, values in scored.parts.items():
-        total = total + scored.weights[name] * scored.in_rows(_standardised, values)
+        there = np.flatnonzero(~np.isnan(values))
+        some = ScoredRollouts(values[there], scored.groups[there], scored.lengths[there])
+        total[there] += scored.weights[name] * grpo(some)
     return _standardised(total)
 
 

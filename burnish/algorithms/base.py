@@ -46,7 +46,7 @@ Array = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, eq=False)
 class ScoredRollouts:
-    """The N rollouts of a step, as host arrays."""
+    """The N rollouts of a step that have a reward, as host arrays."""
 
     rewards: Array
     """[N] fp64. KL penalties and the penalty for length are subtracted."""
@@ -57,7 +57,7 @@ class ScoredRollouts:
     penalties_of_all: Callable[[], Sequence[Floats]] | None = None
     """Exchanges `penalties` among all ranks. Collective. None without KL in the reward."""
     parts: Mapping[str, Array] = field(default_factory=dict)
-    """By reward function or model: its unweighted values [N]; 0 where it failed."""
+    """By reward function or model: its unweighted values [N]; NaN where it gave none because it does not apply."""
     weights: Mapping[str, float] = field(default_factory=dict)
     """The weight of each part in the reward."""
     greedy_rewards: Array | None = None

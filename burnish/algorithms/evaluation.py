@@ -26,21 +26,20 @@ def majority_score(answers: Sequence[Hashable | None], scores: Sequence[float]) 
 def evaluation_stats(
     scores: Sequence[Sequence[float]],
     answers: Sequence[Sequence[Hashable | None]],
+    n: int,
     solved: float = 1.0,
 ) -> Stats:
-    """Return `mean@n`, and with n > 1 `pass@n` and `maj@n`: means over prompts.
+    """Return `mean@n`, and with n > 1 `pass@n` and `maj@n`: means over prompts with a score.
 
-    `scores` and `answers` are by prompt, then by sample. A score of at least `solved` is correct. Raises
-    `ValueError` for prompts with different numbers of samples.
+    `scores` and `answers` are by prompt, then by sample; of `n` samples, those without a score are missing. A score of at least
+    `solved` is correct.
     """
-    sizes = {len(group) for group in scores}
-    if not sizes:
+    if not scores:
         return Stats()
-    if len(sizes) > 1 or 0 in sizes:
-        raise ValueError(f"every prompt needs the same number of samples, at least 1: {sizes}")
-    n = sizes.pop()
+    kept = [number for number, group in enumerate(scores) if group]
+    scores, answers = [scores[i] for i in kept], [answers[i] for i in kept]
     prompts = len(scores)
-    stats = Stats({f"mean@{n}": Mean(sum(sum(group) / n for group in scores), prompts)})
+    stats = Stats({f"mean@{n}": Mean(sum(sum(group) / len(group) for group in scores), prompts)})
     if n > 1:
         passes = sum(any(score >= solved for score in group) for group in scores)
         majority = sum(map(majority_score, answers, scores))

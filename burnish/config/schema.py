@@ -353,10 +353,10 @@ class RewardConfig(Section):
     """Processes that call functions, beside each training process. Each makes one call at a time. One of them makes all calls of an async function."""
     concurrency: MayChange[int] = Field(32, ge=1)
     """Maximum number of calls of an async function at the same time, per training process. A judge on another machine gets up to this many calls from each process."""
-    on_error: float = 0.0
-    """The reward if a function raises, times out or returns NaN, or if a text is too long for a reward model."""
-    max_failed_rounds: MayChange[int] = Field(3, ge=1)
-    """Stop the run if functions fail for every completion of this many rounds in a row. A round is the set of completions that are scored together. If all completions of the first round fail in the same way, the run stops at once."""
+    on_error: Literal["drop"] | float = "drop"
+    """What a completion gets if a function raises, times out, ends its process or returns NaN, if every function returns None, or if its text is too long for a reward model. drop: it is left out of its group's statistics and of the update, as if it had not been sampled. A number: a failed function or model counts as this value."""
+    max_failed_share: MayChange[float] = Field(0.5, gt=0, le=1)
+    """With on_error drop: stop the run, after a save, if more than this share of a step's completions is dropped. What is left of such a step was chosen by the failure rather than by the model. 1: never. With a number for on_error, the run stops if every completion of a step fails."""
 
     @property
     def part_names(self) -> list[str]:

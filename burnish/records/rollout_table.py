@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import isnan, nan
 from typing import Any, NamedTuple
@@ -48,7 +48,7 @@ class RolloutTable:
     groups: Column
     """[N] number of each rollout's group."""
     rows: Mapping[str, Column]
-    """[N] each: `_INTEGERS`, then fp64: reward, perhaps greedy (NaN: none), and parts of the reward (0: none)."""
+    """[N] each: `_INTEGERS`, then fp64: reward (NaN: dropped), perhaps greedy (NaN: none), and parts of the reward (0: none)."""
     prompt_kinds: Sequence[tuple[bool, str]]
     """Of each kind of prompt: whether it is a chat, and its source."""
     kinds: Sequence[RolloutKind]
@@ -198,18 +198,39 @@ class RolloutTable:
     def with_part(
         self, name: str, values: Column, weight: float, errors: Mapping[int, str]
     ) -> RolloutTable:
-        """Return a table with one more part of the reward, [N], and errors by rollout."""
-        numbers = self.rows["kind"].copy()
-        kinds = {
-            kind._replace(parts=(*kind.parts, name)): place for place, kind in enumerate(self.kinds)
+        """Return a table with one more part of the reward, [N], and errors by rollout. A rollout with the value NaN is dropped."""
+        there = ~np.isnan(values)
+        rewards = {
+            "reward": self.rewards + weight * values,
+            _PART + name: np.where(there, values, 0.0),
         }
-        every = [*kinds]
-        for number, error in errors.items():
-            kind = every[numbers[number]]
-            told = "; ".join(filter(None, (kind.error, error)))
-            numbers[number] = kinds.setdefault(kind._replace(error=told), len(kinds))
-        more = {"kind": numbers, "reward": self.rewards + weight * values, _PART + name: values}
-        return replace(self, rows={**self.rows, **more}, kinds=[*kinds])
+        kinds = [kind._replace(parts=(*kind.parts, name)) for kind in self.kinds]
+        table = replace(self, rows={**self.rows, **rewards}, kinds=kinds)
+
+        def failed(number: int, kind: RolloutKind) -> RolloutKind:
+            error = "; ".join(filter(None, (kind.error, errors[number])))
+            return kind._replace(
+                error=error, parts=kind.parts if there[number] else kind.parts[:-1]
+            )
+
+        return table._with_kinds(errors, failed)
+
+    def without_baseline(self, errors: Mapping[int, str]) -> RolloutTable:
+        """Return a table that drops these rollouts, for an error of the greedy completion of their prompt."""
+        rewards = self.rewards.copy()
+        rewards[[*errors]] = nan
+        table = replace(self, rows={**self.rows, "reward": rewards})
+        return table._with_kinds(errors, lambda n, kind: kind._replace(error=errors[n]))
+
+    def _with_kinds(
+        self, numbers: Iterable[int], changed: Callable[[int, RolloutKind], RolloutKind]
+    ) -> RolloutTable:
+        places = self.rows["kind"].copy()
+        kinds = {kind: place for place, kind in enumerate(self.kinds)}
+        for number in numbers:
+            kind = changed(number, self.kinds[places[number]])
+            places[number] = kinds.setdefault(kind, len(kinds))
+        return replace(self, rows={**self.rows, "kind": places}, kinds=[*kinds])
 
     @property
     def sizes(self) -> Column:
@@ -230,8 +251,13 @@ class RolloutTable:
 
     @property
     def rewards(self) -> Column:
-        """[N] fp64."""
+        """[N] fp64, NaN for rollouts that are dropped because a reward failed."""
         return self.rows["reward"]
+
+    @property
+    def is_scored(self) -> Column:
+        """[N] whether each rollout has a reward. The others are no part of statistics and updates."""
+        return ~np.isnan(self.rewards)
 
     @property
     def greedy_rewards(self) -> Column:

@@ -156,13 +156,13 @@ class Rollout:
     text: str
     """The completion decoded, special tokens removed."""
     reward: float = 0.0
-    """Weighted sum of the values of reward functions and models."""
+    """Weighted sum of the values of reward functions and models; NaN if one failed and `reward.on_error` is drop."""
     reward_parts: Mapping[str, float] = field(default_factory=dict)
     """Value of each reward function and model, by its name, and further numbers that functions returned, as FUNCTION/NAME."""
     greedy_reward: float | None = None
     """Reward of the greedy completion of the same prompt, if advantages compare with it (ReMax)."""
     reward_error: str | None = None
-    """The exceptions or time-outs of reward functions that returned no value; None if all did."""
+    """The exceptions or time-outs of reward functions and models that gave no value; None if none failed."""
     calls: tuple[RewardCall, ...] = ()
     """The calls for its reward: functions, then models."""
     owner: int | None = None

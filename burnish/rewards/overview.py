@@ -6,7 +6,8 @@ import logging
 
 import numpy as np
 
-from burnish.errors import BurnishError, count_text
+from burnish.config.schema import RewardConfig
+from burnish.errors import UsageError, count_text
 from burnish.records import Rollout
 from burnish.records.rollout_table import RolloutTable
 from burnish.tracking.stats import Max, Mean, Stats, Sum
@@ -14,58 +15,68 @@ from burnish.tracking.stats import Max, Mean, Stats, Sum
 log = logging.getLogger("burnish")
 
 
-class RewardFailures:
-    """Warn once of each kind of failure, and end a run without rewards."""
+class LostRewards(UsageError):
+    """Too many rollouts of a step have no reward; all ranks raise it. The run stops after a save."""
 
-    def __init__(self, most_rounds: int) -> None:
+    printed_by_main = True
+
+
+class RewardFailures:
+    """Warn once of each kind of failure, and end a run that loses too many rewards."""
+
+    def __init__(self, config: RewardConfig) -> None:
+        self._config = config
         self._heard: set[str] = set()
-        self._most_rounds = most_rounds
-        self._lost_in_a_row = 0
         self._is_answered = False
-        self._last: Rollout | None = None
+        self._last: RolloutTable | None = None
 
     def update(self, table: RolloutTable) -> None:
-        """Warn of new kinds of failures in this round.
-
-        Raises `BurnishError` if all rollouts failed in `most_rounds` rounds in a row, or with one kind of error in the first.
-        """
-        failed, count = [table.rollout(number) for number in table.failed], len(table.owners)
+        """Warn of new kinds of failures among rollouts that are scored together."""
         kinds: dict[str, str] = {}
-        for rollout in failed:
-            error = str(rollout.reward_error)
+        for error in _errors(table):
             kinds.setdefault(":".join(error.split(":", 2)[:2]), error)
         for kind in [kind for kind in kinds if kind not in self._heard]:
             self._heard.add(kind)
+            dropped = self._config.on_error == "drop"
             log.warning(
-                "reward functions failed for %d of %d completions, which count as reward.on_error: %s",
-                len(failed),
-                count,
+                "reward functions failed for %d of %d completions, which %s: %s",
+                len(table.failed),
+                len(table.owners),
+                "are dropped" if dropped else f"count as {self._config.on_error:g}",
                 kinds[kind],
             )
-        is_first = self._last is None and not self._is_answered
-        if len(failed) < count:
-            self._lost_in_a_row, self._is_answered = 0, True
-        elif failed:
-            self._lost_in_a_row, self._last = self._lost_in_a_row + 1, failed[-1]
-            if is_first and len(kinds) == 1:
-                raise _no_rewards(failed[-1], "of the first round")
-            if self._lost_in_a_row >= self._most_rounds:
-                lost = count_text(self._lost_in_a_row, "round")
-                raise _no_rewards(failed[-1], f"of {lost} in a row")
+        if len(table.failed) < len(table.owners):
+            self._is_answered = True
+        elif len(table.owners):
+            self._last = table
 
     def require_answer(self) -> None:
-        """Raise `BurnishError` if every completion of the run failed."""
+        """Raise `UsageError` if every completion of the run failed."""
         if self._last is not None and not self._is_answered:
-            raise _no_rewards(self._last, "of the run")
+            raise _lost(self._last, "of the run", "an answer for some completions at least")
 
 
-def _no_rewards(rollout: Rollout, when: str) -> BurnishError:
-    return BurnishError(
-        f"reward functions failed for every completion {when}",
-        have=rollout.reward_error,
-        want="an answer for some completions at least",
-        do=f"mend the function{message_hint(rollout)}; then start the run again, which goes on from its latest "
-        "checkpoint. reward.max_failed_rounds sets how many such rounds are tolerated after the first",
+def require_rewards(table: RolloutTable, config: RewardConfig) -> None:
+    """Raise `LostRewards` if a step, `table`, lost more than `reward.max_failed_share`, or all if failures count as a number."""
+    failed, count = len(table.failed), len(table.owners)
+    share, setting = config.max_failed_share, "reward.max_failed_share"
+    most = count * share if config.on_error == "drop" else count - 1
+    if failed > most:
+        raise _lost(table, "of a step", f"at most {100 * share:g} % ({setting})")
+
+
+def _errors(table: RolloutTable) -> list[str]:
+    return [str(table.kinds[number].error) for number in table.rows["kind"][table.failed].tolist()]
+
+
+def _lost(table: RolloutTable, of: str, want: str) -> LostRewards:
+    failed, count, errors = len(table.failed), len(table.owners), _errors(table)
+    first = table.rollout(table.failed[0])
+    return LostRewards(
+        f"rewards failed for {failed} of {count_text(count, 'completion')} {of}",
+        have=f"{errors[0]} ({errors.count(errors[0])} times)",
+        want=want,
+        do=f"mend what failed{message_hint(first)}; then start the run again, which goes on from its latest checkpoint",
     )
 
 
@@ -82,22 +93,31 @@ def message_hint(rollout: Rollout) -> str:
 def rollout_stats(table: RolloutTable) -> Stats:
     """Return `reward/...` and `response_length/...` of scored rollouts.
 
-    `reward/std` is the mean over groups of the (population) standard deviation.
+    `reward/std` is the mean over groups of the (population) standard deviation. Rollouts that are dropped have no reward.
     """
     count = len(table.owners)
     if not count:
         return Stats()
-    rewards, lengths, sizes = table.rewards, table.lengths, table.sizes
-    starts, cut = sizes.cumsum() - sizes, table.count(lambda kind: kind.stop_reason == "length")
-    means = np.add.reduceat(rewards, starts) / sizes
-    squares = np.add.reduceat(np.square(rewards - means[table.groups]), starts)
-    flat = np.minimum.reduceat(rewards, starts) == np.maximum.reduceat(rewards, starts)
+    scored, lengths = table.is_scored, table.lengths
+    rewards = table.rewards[scored]
+    _, starts, of_groups, sizes = np.unique(
+        table.groups[scored], return_index=True, return_inverse=True, return_counts=True
+    )
+    cut = table.count(lambda kind: kind.stop_reason == "length")
+    spread, flat = 0.0, 0
+    if len(rewards):
+        means = np.add.reduceat(rewards, starts) / sizes
+        squares = np.add.reduceat(np.square(rewards - means[of_groups]), starts)
+        spread = float(np.sqrt(squares / sizes).sum())
+        least, most = np.minimum.reduceat(rewards, starts), np.maximum.reduceat(rewards, starts)
+        flat = int((least == most).sum())
     stats = Stats(
         {
-            "reward/mean": Mean(float(rewards.sum()), count),
-            "reward/std": Mean(float(np.sqrt(squares / sizes).sum()), len(table)),
-            "reward/zero_std_frac": Mean(int(flat.sum()), len(table)),
+            "reward/mean": Mean(float(rewards.sum()), len(rewards)),
+            "reward/std": Mean(spread, len(sizes)),
+            "reward/zero_std_frac": Mean(flat, len(sizes)),
             "reward/errors": Sum(table.count(lambda kind: kind.error is not None)),
+            "reward/dropped": Sum(count - len(rewards)),
             "response_length/mean": Mean(int(lengths.sum()), count),
             "response_length/max": Max(int(lengths.max())),
             "response_length/clip_ratio": Mean(cut, count),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import math
 import os
 import random
 import re
@@ -145,7 +146,7 @@ class RewardPool:
         no_ids, no_numbers = np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.float32)
         completion = Completion(no_ids, no_numbers, no_numbers, "stop", weights_version=0)
         (rollout,) = self.score([Rollout(prompt, 0, completion, text)])
-        if rollout.reward_error is not None:
+        if any(each.error for each in rollout.calls):  # None is an answer: it does not apply
             raise UsageError(
                 f"the reward fails for {name}",
                 have=rollout.reward_error,
@@ -156,8 +157,8 @@ class RewardPool:
     def score(self, rollouts: Sequence[Rollout], check: Check = lambda: None) -> list[Rollout]:
         """Return the rollouts, in order, with `reward`, `reward_parts` and `reward_error`.
 
-        A failure counts as `on_error`. A TRL function's None is left out; None from all is a failure. Further numbers of a verl
-        function are parts, not added.
+        A failure makes the reward NaN, or counts as the number `on_error`. A TRL function's None is left out; None from all is a
+        failure. Further numbers of a verl function are parts, not added.
         """
         calls = self._calls(rollouts)
         remote = [each for each in calls if self._local(each.function) is None]
@@ -193,20 +194,22 @@ class RewardPool:
         return calls
 
     def _scored(self, rollout: Rollout, answers: Sequence[Answer]) -> Rollout:
-        reward, parts, errors = 0.0, {}, []
+        reward, parts, errors, on_error = 0.0, {}, [], self._config.on_error
         names = self._config.part_names
         for name, each, answer in zip(names, self._config.functions, answers, strict=False):
             value = answer.value
             if answer.error is not None:
                 errors.append(f"{name}: {answer.error}")
-                value = self._config.on_error
+                value = None if on_error == "drop" else on_error
             if value is not None:
                 parts[name] = value
                 reward += each.weight * value
             parts |= {f"{name}/{extra}": x for extra, x in answer.extras.items()}
-        if not parts and not self._config.models:
+        if not parts and not errors and not self._config.models:
             errors.append("every reward function answered None")
-            reward = self._config.on_error
+            reward = 0.0 if on_error == "drop" else on_error
+        if errors and on_error == "drop":
+            reward = math.nan
         error = "; ".join(errors) or None
         calls = tuple(
             RewardCall(name, each.value, each.error, each.began, each.seconds)

@@ -30,7 +30,12 @@ from burnish.engines.base import Engine
 from burnish.errors import BurnishError, UsageError
 from burnish.records import Completion, Prompt, Request, Rollout
 from burnish.records.rollout_table import Column, EncodedTable, RolloutTable
-from burnish.rewards.overview import RewardFailures, rollout_stats
+from burnish.rewards.overview import (
+    LostRewards,
+    RewardFailures,
+    require_rewards,
+    rollout_stats,
+)
 from burnish.rollout.base import Generator, Sampling
 from burnish.rollout.partial import PartialCompletions, SampleKey
 from burnish.tracking.progress import Progress
@@ -61,7 +66,7 @@ class Collector:
     """The generator calls it between decoding steps, and `score` while it waits. It may raise `StopRequested`."""
     progress: Progress
     failures: RewardFailures
-    """Warns of failing reward functions, and raises if they fail for every rollout."""
+    """Warns of failing reward functions."""
     judge: Judge | None = None
     stragglers: Any = None
     """A `burnish.train.stragglers.Stragglers`, which gets each rank's seconds of generating and scoring; None with one rank."""
@@ -88,8 +93,7 @@ class Collector:
         """Return `samples` scored rollouts of each prompt, in the order of the prompts. Collective.
 
         Every rank gets tokens and texts of its own rollouts, and the numbers of all. Prompt i is drawn with
-        key `first_key` + i. Raises `StopRequested` on all ranks if a signal reached any, and `BurnishError`
-        if reward functions fail for all rollouts in several rounds.
+        key `first_key` + i. Raises `StopRequested` on all ranks if a signal reached any.
         """
         if self.generator.central and self.layout.world > 1:
 
@@ -198,7 +202,7 @@ class GroupSampler:
     def sample(self, step: int) -> DrawnBatch:
         """Draw the batch of a step with the generator's current weights. Collective.
 
-        Dynamic sampling compares rewards before the overlong penalty.
+        Dynamic sampling compares rewards before the overlong penalty. Raises `LostRewards` if too many rewards failed.
         """
         config, collect = self.config, self.collector.collect
         how = replace(
@@ -225,11 +229,15 @@ class GroupSampler:
             if config.algorithm.advantage == "remax":
                 greedy = collect(prompts, first_key, 1, replace(how, temperature=0.0))
                 baselines = shaped(greedy).rewards[collected.groups]
+                collected = _without_baseline(collected, greedy)
                 collected = collected.with_rewards(collected.rewards, baselines)
             groups = RolloutTable.joined([groups, collected]) if refills else collected
+            require_rewards(groups, config.reward)
             rewards, of_groups = compared(groups, dynamic.part, config.reward.part_names)
             varied = has_variance(rewards, of_groups, len(groups))
-            self.loader.update(taken, (~varied[-len(taken) :]).tolist())
+            known = np.bincount(of_groups, minlength=len(groups))[-len(taken) :] > 1
+            alike = ~varied[-len(taken) :][known]
+            self.loader.update(np.array(taken)[known].tolist(), alike.tolist())
             keep, wanted = select_groups(varied, config.batch.prompts, refills, dynamic)
             if wanted == 0:
                 break
@@ -262,6 +270,8 @@ class RolloutQueue:
         self._partial = PartialCompletions({}) if self._in_flight else None
         self._taken = 0
         self._background: BackgroundSampler | None = None
+        self._lost: LostRewards | None = None
+        """Why no further batch is drawn. Raised before a step, because a save in its middle would lack its update."""
         self._waited = 0.0
 
     def publish(self, weights: Publication, version: int) -> None:
@@ -278,6 +288,8 @@ class RolloutQueue:
         """Draw the batches due before `step`, and return that of `step`. Take steps in order."""
         collector = self._sampler.collector
         last = min(step + self._ahead, self._total_steps - 1)
+        if self._lost is not None:
+            raise self._lost
         if not collector.generator.central:
             for number in range(step + len(self._pending), last + 1):
                 with collector.parked():
@@ -290,6 +302,8 @@ class RolloutQueue:
             if not self._pending:
                 with collector.parked():
                     self._take_over(1, collector.check)
+                if self._lost is not None:
+                    raise self._lost
         if self._left == 0 and step >= self._waiting:  # this step publishes new weights
             collector.generator.release()
         self._taken = step + 1
@@ -305,18 +319,34 @@ class RolloutQueue:
         It calls `check` meanwhile, which may raise only before an update: a save after one needs these batches.
         """
         drawing, collector, began = self._background, self._sampler.collector, time.monotonic()
-        if drawing is None or count == 0:
+        if drawing is None or count == 0 or self._lost is not None:
             return
 
-        def taken(beat: Callable[[], None]) -> list[tuple[DrawnBatch, State]]:
-            return [drawing.next(_both(check, beat)) for _ in range(count)]
+        def taken(
+            beat: Callable[[], None],
+        ) -> tuple[list[tuple[DrawnBatch, State]], LostRewards | None]:
+            found = list[tuple[DrawnBatch, State]]()
+            try:
+                while len(found) < count:
+                    found.append(drawing.next(_both(check, beat)))
+            except LostRewards as lost:
+                return found, lost
+            return found, None
 
-        drawn = _from_main(taken, collector.layout)
-        drawing.left -= count
+        drawn, self._lost = _from_main(taken, collector.layout)
+        drawing.left -= len(drawn)
         self._waited += time.monotonic() - began
-        for batch, self._sampler.loader.state in drawn:
-            judged = map(collector.judged, (batch.groups, batch.left_out))
-            self._pending.append(DrawnBatch(batch.step, *judged))
+        for batch, state in drawn:
+            groups, left_out = map(collector.judged, (batch.groups, batch.left_out))
+            try:
+                require_rewards(
+                    RolloutTable.joined([left_out, groups]), self._sampler.config.reward
+                )
+            except LostRewards as lost:
+                self._lost = lost
+                return
+            self._sampler.loader.state = state
+            self._pending.append(DrawnBatch(batch.step, groups, left_out))
 
     def idle(self) -> None:
         """Wait until drawing pauses."""
@@ -473,13 +503,23 @@ def _from_main(make: Callable[[Callable[[], None]], T], layout: Layout) -> T:
     return cast(T, made)
 
 
+def _without_baseline(table: RolloutTable, greedy: RolloutTable) -> RolloutTable:
+    """Drop the rollouts of a prompt whose greedy completion has no reward."""
+    if greedy.is_scored.all():
+        return table
+    numbers = np.flatnonzero(~greedy.is_scored[table.groups]).tolist()
+    return table.without_baseline(
+        {n: f"greedy completion: {greedy.rollout(table.groups[n]).reward_error}" for n in numbers}
+    )
+
+
 def compared(table: RolloutTable, part: str | None, names: Sequence[str]) -> tuple[Column, Column]:
-    """Return the values that dynamic sampling compares, the reward or its `part`, and their groups.
+    """Return the values that dynamic sampling compares, the reward or its `part`, and their groups, without dropped rollouts.
 
     Raises `UsageError` if this part is neither in `names` nor in any completion.
     """
     if part is None:
-        return table.rewards, table.groups
+        return table.rewards[table.is_scored], table.groups[table.is_scored]
     answered = [set(kind.parts) for kind in table.kinds if kind.error is None]
     known = set[str]().union(*answered)
     if answered and part not in known | {*names}:
@@ -490,6 +530,7 @@ def compared(table: RolloutTable, part: str | None, names: Sequence[str]) -> tup
             do="set algorithm.dynamic_sampling.part to one of them, or remove it",
         )
     values, there = table.part(part)
+    there &= table.is_scored
     return values[there], table.groups[there]
 
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence, Sized
 from contextlib import closing, suppress
 from dataclasses import replace
 from functools import partial
+from itertools import compress
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from burnish.checkpoint.manifest import ADAPTER_STATE
 from burnish.checkpoint.steps import Committed, small_files, verify_files
 from burnish.checkpoint.tools.listing import newest_step
 from burnish.config.document import dump_yaml
-from burnish.config.schema import LoraConfig, ModelConfig, RunConfig
+from burnish.config.schema import EvaluationConfig, LoraConfig, ModelConfig, RunConfig
 from burnish.data.batching import make_batch
 from burnish.data.tasks import PromptDataset
 from burnish.distributed.collectives import agree, gather_objects, reduce_stats, same_on_all_ranks
@@ -85,7 +86,7 @@ def prompt_validation(
         with collector.parked():
             table = collector.collect(prompts, 0, config.evaluation.n, how)
         answers = _answers(table, collector.layout)
-        return _by_source(table, answers, judged_by, config.evaluation.solved), table
+        return _by_source(table, answers, judged_by, config.evaluation), table
 
     return validate
 
@@ -114,31 +115,35 @@ def _answers(table: RolloutTable, layout: Layout) -> Answers:
 
 
 def _by_source(
-    table: RolloutTable, answers: Answers, judged_by: str, solved: float
+    table: RolloutTable, answers: Answers, judged_by: str, how: EvaluationConfig
 ) -> dict[str, float]:
     sources: defaultdict[str, list[int]] = defaultdict(list)
     for number, source in enumerate(table.sources):
         sources[source].append(number)
     sources.pop("", None)
-    found = {f"val/{name}": x for name, x in _numbers(table, answers, judged_by, solved).items()}
+    found = {f"val/{name}": x for name, x in _numbers(table, answers, judged_by, how).items()}
     for source, theirs in sorted(sources.items()):
         some = table.take(theirs), [answers[i] for i in theirs]
-        numbers = _numbers(*some, judged_by, solved)
+        numbers = _numbers(*some, judged_by, how)
         found |= {f"val/{source}/{name}": x for name, x in numbers.items()}
     return found
 
 
 def _numbers(
-    table: RolloutTable, answers: Answers, judged_by: str, solved: float
+    table: RolloutTable, answers: Answers, judged_by: str, how: EvaluationConfig
 ) -> dict[str, float]:
-    # If the first function returns None (it does not apply), no other function's score replaces it.
-    scores = table.by_group(table.part(judged_by)[0])
-    worth = evaluation_stats(scores, answers, solved).values_by_name()
+    # If the first function fails or returns None (it does not apply), no other function's score replaces it.
+    values, there = table.part(judged_by)
+    scored = table.by_group(there)
+    scores = [[*compress(*each)] for each in zip(table.by_group(values), scored, strict=True)]
+    answers = [[*compress(*each)] for each in zip(answers, scored, strict=True)]
+    worth = evaluation_stats(scores, answers, how.n, how.solved).values_by_name()
     all_of_it = rollout_stats(table).values_by_name()
     parts = {name: x for name, x in all_of_it.items() if name.startswith("reward/parts/")}
     return {
         **worth,
         "reward": all_of_it["reward/mean"],
+        "dropped": all_of_it["reward/dropped"],
         **(parts if len(parts) > 1 else {}),
         **{name: all_of_it[name] for name in _LENGTHS},
     }

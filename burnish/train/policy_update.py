@@ -74,12 +74,14 @@ class PolicyUpdate:
     def minibatches(self, table: RolloutTable) -> list[Batch]:
         """Divide the groups evenly into the step's mini-batches. Collective.
 
-        Rollouts without a trained token are left out, and so are mini-batches that would be empty.
+        Rollouts without a reward or without a trained token are left out, and so are mini-batches that would be empty.
         """
         trained = np.flatnonzero(self._trained(table))
-        parts = np.array_split(table.sizes, self.config.batch.minibatches)
-        ends = np.searchsorted(trained, np.cumsum([part.sum() for part in parts]))
-        some = filter(len, np.split(trained, ends[:-1]))
+        parts = np.array_split(
+            np.unique(table.groups[table.is_scored]), self.config.batch.minibatches
+        )
+        firsts = [part[0] for part in parts[1:] if len(part)]
+        some = filter(len, np.split(trained, np.searchsorted(table.groups[trained], firsts)))
         of_rollout = self.config.algorithm.old_logprobs == "rollout"
         column = "old_logprobs" if of_rollout else "sampled_logprobs"
         return [self._batch(table, numbers, column) for numbers in some]
@@ -92,10 +94,10 @@ class PolicyUpdate:
         `kl_coef` replaces an adaptive `algorithm.kl.coef`.
         """
         kind, kl = self.config.algorithm.advantage, self.config.algorithm.kl
-        scored = list(batches)
+        scored, lengths = list(batches), _scored_lengths(table)
         in_reward = kl.coef > 0 and kl.place == "reward"
         if in_reward or kind in BY_TOKEN:
-            untrained = np.flatnonzero((table.lengths > 0) & ~self._trained(table))
+            untrained = np.flatnonzero((lengths > 0) & ~self._trained(table))
             if len(untrained):
                 scored.append(self._batch(table, untrained))
         rewards, penalties, measured = table.rewards, dict[int, Floats](), 0.0
@@ -104,23 +106,23 @@ class PolicyUpdate:
             estimates = self._kl_estimates(table, scored)
             sums = self._gather(table, {n: each.sum(dtype=float) for n, each in estimates.items()})
             penalties = {n: np.float32(weight) * each for n, each in estimates.items()}
-            measured = float(sums.sum()) / max(int(table.lengths.sum()), 1)
+            measured = float(sums.sum()) / max(int(lengths.sum()), 1)
             rewards = rewards - weight * sums
-        check_finite(rewards)
+        check_finite(rewards[table.is_scored])
         columns, stats = dict[str, dict[int, Floats]](), Stats()
         if kind in BY_TOKEN:
             numbers, columns, stats = self._estimates(table, scored, penalties)
         else:
             numbers, by_token = self._advantages(table, rewards, penalties if in_reward else None)
-            rows, lengths = dict[int, Floats](), table.lengths
+            rows = dict[int, Floats]()
             for n in _rollouts_of(scored):
                 rows[n] = np.full(lengths[n], numbers[n]) if by_token is None else by_token[n]
             columns["advantages"] = rows
         filled = [batch.with_columns(columns) for batch in scored[: len(batches)]]
-        return Credit(filled, np.where(table.lengths > 0, numbers, 0), columns, stats, measured)
+        return Credit(filled, np.where(lengths > 0, numbers, 0), columns, stats, measured)
 
     def _trained(self, table: RolloutTable) -> Column:
-        trained: Column = table.lengths > 0
+        trained: Column = _scored_lengths(table) > 0
         if self.config.algorithm.mask_truncated:
             trained &= table.by_kind(lambda kind: kind.stop_reason != "length") > 0
         return trained
@@ -128,37 +130,48 @@ class PolicyUpdate:
     def _advantages(
         self, table: RolloutTable, rewards: Column, penalties: Mapping[int, Floats] | None
     ) -> tuple[Floats, Sequence[Floats] | None]:
-        """Return each rollout's mean advantage, and those of tokens if the function gives them."""
+        """Return each rollout's mean advantage, and those of tokens if the function gives them; 0 without a reward."""
+        numbers = np.flatnonzero(table.is_scored)
+        no_tokens = np.zeros(0, np.float32)
 
         def of_all() -> list[Floats]:
-            found: list[Floats] = [np.zeros(0, np.float32)] * len(rewards)
+            found = dict[int, Floats]()
             mine = penalties if self.engine.layout.is_first_peer else {}
             for share in gather_objects(mine, self.engine.layout):
-                for number, each in (share or {}).items():
-                    found[number] = each
-            return found
+                found |= share or {}
+            return [found.get(number, no_tokens) for number in numbers.tolist()]
 
+        parts = {name: table.part(name) for name in self.config.reward.part_names}
+        greedy = table.greedy_rewards[numbers]
         scored = ScoredRollouts(
-            fixed(rewards),
-            fixed(table.groups),
-            fixed(table.lengths),
+            fixed(rewards[numbers]),
+            fixed(table.groups[numbers]),
+            fixed(table.lengths[numbers]),
             None if penalties is None else of_all,
-            parts={name: table.part(name)[0] for name in self.config.reward.part_names},
+            parts={
+                name: np.where(there, values, np.nan)[numbers]
+                for name, (values, there) in parts.items()
+            },
             weights=_part_weights(self.config.reward),
-            greedy_rewards=None if np.isnan(table.greedy_rewards).any() else table.greedy_rewards,
+            greedy_rewards=None if np.isnan(greedy).any() else greedy,
         )
         if self.advantage is None:
             raise ValueError("advantages of rollouts need a function")
-        found = advantages(self.advantage, scored)
+        found, means = advantages(self.advantage, scored), np.zeros(len(rewards), np.float32)
         if isinstance(found, np.ndarray):
-            return found, None
-        return np.array([each.mean() if len(each) else 0 for each in found], np.float32), found
+            means[numbers] = found
+            return means, None
+        means[numbers] = [each.mean() if len(each) else 0 for each in found]
+        by_token = [no_tokens] * len(rewards)
+        for number, each in zip(numbers.tolist(), found, strict=True):
+            by_token[number] = each
+        return means, by_token
 
     def _estimates(
         self, table: RolloutTable, batches: Sequence[Batch], penalties: Mapping[int, Floats]
     ) -> tuple[Floats, dict[str, dict[int, Floats]], Stats]:
         """Return all rollouts' mean advantages, this rank's arrays, and statistics."""
-        of_critic, lengths = import_module(_CRITIC), table.lengths
+        of_critic, lengths = import_module(_CRITIC), _scored_lengths(table)
         numbers, config, gamma, lam = _rollouts_of(batches), self.config.critic, 1.0, 1.0
         values = {n: np.zeros(lengths[n], np.float32) for n in numbers}
         has_values = self.config.algorithm.advantage == "gae"
@@ -345,6 +358,11 @@ class PolicyUpdate:
         )
         names = np.append(numbers, -1)  # number examples as their rollouts
         return replace(batch, examples=tuple(tuple(names[[*e]].tolist()) for e in batch.examples))
+
+
+def _scored_lengths(table: RolloutTable) -> Column:
+    """[N] tokens of each completion, 0 if it has no reward."""
+    return np.where(table.is_scored, table.lengths, 0)
 
 
 def _rollouts_of(batches: Iterable[Batch]) -> list[int]:

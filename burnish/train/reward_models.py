@@ -6,6 +6,7 @@ conversations with its own tokenizer and template.
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -92,7 +93,8 @@ def load_judge(foundation: Foundation, policy: Engine | None) -> Judge:
         encoder, flops = ChatEncoder(tokenizer), count_flops(hf_config)
         prove_loaded(engine, weights, hf_config, flops, config.engine)
         models.append(_RewardModel(name, settings.weight, engine, encoder, flops, positions))
-    return partial(_judged, models, config.microbatch_tokens, config.reward.on_error)
+    on_error = math.nan if config.reward.on_error == "drop" else config.reward.on_error
+    return partial(_judged, models, config.microbatch_tokens, on_error)
 
 
 def read_judge(

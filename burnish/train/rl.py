@@ -124,7 +124,7 @@ def train(config: RunConfig, local: RunConfig, layout: Layout, device: torch.dev
                         queue.publish(policy.published(), step + 1)
                 if kl.target is not None:
                     stats = stats.merge(Stats({"actor/kl_coef": Max(torch.tensor(kl_coef))}))
-                    kl_coef = adapted(kl_coef, credit.kl, len(credit.advantages), kl)
+                    kl_coef = adapted(kl_coef, credit.kl, int(drawn.groups.is_scored.sum()), kl)
                 run.finish(
                     stats.merge(queue.stats(drawn)),
                     cursor=loader.state,

@@ -34,6 +34,7 @@ from burnish.files.durable import naming_failures
 from burnish.records import Batch, Completion, MicroBatch, TokenOutputs
 from burnish.records.rollout_table import RolloutTable
 from burnish.records.samples import Floats
+from burnish.rewards.overview import LostRewards
 from burnish.rollout.partial import SampleKey
 from burnish.tracking.progress import Bar
 from burnish.tracking.rundir import CHECKPOINTS
@@ -164,7 +165,8 @@ class Run:
     ) -> Iterator[None]:
         """Train inside the block: validate first if configured, and commit at the end. Collective.
 
-        A save stores the batches and completions of `queue`. A signal ends the block with a commit and `StoppedError`.
+        A save stores the batches and completions of `queue`. A signal ends the block with a commit and `StoppedError`, and so does
+        `LostRewards`.
         """
         self._validate, self._queue = validate, queue
         try:
@@ -173,6 +175,12 @@ class Run:
             self._complete()
         except StopRequested as request:
             raise self._stopped(request) from None
+        except LostRewards:
+            if self.state.step:
+                self._save()
+            self._notify(lambda each: each.report("failed"))
+            self._settle_mirror(self._patience)
+            raise
         except Exception:
             if self.state.step < self._total_steps:
                 self._report_failure()
@@ -460,14 +468,22 @@ class Run:
                 f"the run is done, but {session.mirror.url} lacks a part of it", have=left, do=again
             )
 
+    @property
+    def _patience(self) -> float:
+        """Seconds to wait for the mirror before a run ends early; longer if it alone has the newest step whole."""
+        session = self._session
+        if session.mirror is not None and session.checkpoints.meets_on_mirror:
+            return self._config.checkpoint.mirror_patience_seconds
+        return _GRACE_SECONDS
+
     def _stopped(self, request: StopRequested) -> StoppedError:
         self._save()
         self._notify(lambda each: each.report("stopped"))
         session, step = self._session, self.state.step
-        place, patience = str(session.directory.root), _GRACE_SECONDS
+        place, patience = str(session.directory.root), self._patience
         meets = session.checkpoints.meets_on_mirror and session.mirror is not None
         if session.mirror is not None and meets:
-            place, patience = session.mirror.url, self._config.checkpoint.mirror_patience_seconds
+            place = session.mirror.url
             if self._layout.is_main:
                 log.warning(
                     "waiting at most %.0f seconds for %s, the only place where step %d is committed; a second signal ends the run without it",

@@ -519,7 +519,7 @@ def make_collector(
     ends = foundation.eos_token_ids if isinstance(foundation, Foundation) else ()
     decode = completion_decoder(tokenizer, foundation.config.rollout.stop, ends)
 
-    failures = RewardFailures(foundation.config.reward.max_failed_rounds)
+    failures = RewardFailures(foundation.config.reward)
     layout = foundation.layout
     stragglers = None
     if layout.world > 1 and not generator.central:

@@ -115,7 +115,11 @@ def choose_examples(directory: Path, count: int = _EXAMPLES) -> dict[str, Any] |
     latest = [by_step[newest] for by_step in by_prompt if newest in by_step]
     best = sorted((max(group, key=rank) for group in latest), key=rank, reverse=True)[:count]
     worst = sorted((min(group, key=rank) for group in latest), key=rank)[:count]
-    changes = [_change(by_step[min(by_step)], by_step[max(by_step)]) for by_step in by_prompt]
+    scored = (
+        {step: rows for step, group in by_step.items() if (rows := [*filter(_has_reward, group)])}
+        for by_step in by_prompt
+    )
+    changes = [_change(steps[min(steps)], steps[max(steps)]) for steps in scored if steps]
     changed = sorted(changes, key=lambda change: -abs(change[3] - change[2]))[:count]
     changed = [change for change in changed if change[2] != change[3]]
     shown = (*(row for pair in changed for row in pair[:2]), *best, *worst)
@@ -146,6 +150,10 @@ def _change(early: list[Row], late: list[Row]) -> tuple[Row, Row, float, float]:
         return min(farthest_first, key=lambda row: abs(_finite_reward(row) - mean))
 
     return typical(early, before, after), typical(late, after, before), before, after
+
+
+def _has_reward(row: Row) -> bool:
+    return not math.isnan(float(row["reward"]))
 
 
 def _finite_reward(row: Row) -> float:

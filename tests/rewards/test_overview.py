@@ -2,12 +2,13 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
+from math import isnan, nan
 
 import pytest
 
-from burnish.errors import BurnishError
+from burnish.config.schema import RewardConfig
 from burnish.records.rollout_table import RolloutTable
-from burnish.rewards.overview import RewardFailures, rollout_stats
+from burnish.rewards.overview import LostRewards, RewardFailures, require_rewards, rollout_stats
 
 
 def test_statistics_of_a_step(make_rollout) -> None:
@@ -24,6 +25,7 @@ def test_statistics_of_a_step(make_rollout) -> None:
         "reward/std": 0.25,
         "reward/zero_std_frac": 0.5,
         "reward/errors": 1,
+        "reward/dropped": 0,
         "response_length/mean": 3,
         "response_length/max": 8,
         "response_length/clip_ratio": 0.25,
@@ -57,7 +59,7 @@ def test_each_kind_of_failure_is_said_once(make_rollout, caplog) -> None:
     broken = replace(broken, reward_error="judge: ValueError: out for lunch (judge.py:3)")
     again = replace(broken, reward_error="judge: ValueError: out for dinner (judge.py:3)")
     other = replace(broken, reward_error="judge: returned nan")
-    failures = RewardFailures(most_rounds=2)
+    failures = RewardFailures(RewardConfig())
     with caplog.at_level(logging.WARNING, "burnish"):
         failures.update(round_of(fine, fine))
         failures.update(round_of(fine, broken, again))
@@ -69,35 +71,47 @@ def test_each_kind_of_failure_is_said_once(make_rollout, caplog) -> None:
     assert "returned nan" in second
 
 
-def test_functions_that_fail_for_all_end_the_run_when_they_do_it_again_and_again(
-    make_rollout,
-) -> None:
-    fine = make_rollout()
-    broken = replace(fine, reward_error="judge: ValueError: out for lunch (judge.py:3)")
-    failures = RewardFailures(most_rounds=2)
-    for heard in ([fine, broken], [broken, broken], [fine, broken], [broken, broken]):
-        failures.update(round_of(*heard))
-    with pytest.raises(BurnishError):
-        failures.update(round_of(broken))
-    failures.require_answer()
+def test_dropped_rollouts_are_in_no_statistic_of_rewards(make_rollout) -> None:
+    rewards = [[1.0, nan, 0.0], [nan, nan, nan], [nan, 1.0, nan]]
+    every = [[make_rollout(index=i, reward=r) for r in row] for i, row in enumerate(rewards)]
+    found = rollout_stats(RolloutTable.of(every)).values_by_name()
+    left = [[each for each in group if not isnan(each.reward)] for group in every]
+    want = rollout_stats(RolloutTable.of([group for group in left if group])).values_by_name()
+    assert found == want | {"reward/dropped": 6}
+    nothing = rollout_stats(RolloutTable.of([every[1]])).values_by_name()
+    assert isnan(nothing["reward/mean"])
+    assert nothing["reward/dropped"] == 3
 
 
-def test_a_first_round_that_fails_in_one_way_ends_the_run(make_rollout) -> None:
+def test_a_step_that_loses_more_than_a_share_of_its_rewards_ends_the_run(make_rollout) -> None:
     chat = make_rollout(messages=[{"role": "user", "content": "2+2="}])
     error = "mine: AttributeError: 'list' object has no attribute 'strip' (rewards.py:2)"
-    broken = replace(chat, reward_error=error)
-    with pytest.raises(BurnishError) as caught:
-        RewardFailures(most_rounds=9).update(round_of(broken, broken))
-    assert caught.value.have == error
+    broken = replace(chat, reward=nan, reward_error=error)
+    step = round_of(chat, broken, broken, replace(broken, reward_error="mine: slow"))
+    for share in (0.75, 1.0):
+        require_rewards(step, RewardConfig(max_failed_share=share))
+    with pytest.raises(LostRewards) as caught:
+        require_rewards(step, RewardConfig(max_failed_share=0.74))
+    assert caught.value.exit_code == 2
+    assert "3 of 4" in caught.value.problem
+    assert caught.value.have == f"{error} (2 times)"
     assert 'completion[-1]["content"]' in str(caught.value.do)
+    require_rewards(RolloutTable.of([]), RewardConfig())
+
+
+def test_failures_that_count_as_a_number_end_the_run_if_nothing_else_is_left(make_rollout) -> None:
+    broken, config = replace(make_rollout(), reward_error="mine: slow"), RewardConfig(on_error=0.0)
+    require_rewards(round_of(make_rollout(), broken, broken, broken), config)
+    with pytest.raises(LostRewards):
+        require_rewards(round_of(broken, broken), config)
 
 
 def test_a_run_without_a_single_answer_ends_with_an_error(make_rollout) -> None:
     one, other = (replace(make_rollout(), reward_error=f"mine: {each}") for each in ("a:", "b:"))
-    failures = RewardFailures(most_rounds=9)
+    failures = RewardFailures(RewardConfig())
     failures.require_answer()
     failures.update(round_of(one, other))
-    with pytest.raises(BurnishError):
+    with pytest.raises(LostRewards):
         failures.require_answer()
     failures.update(round_of(make_rollout()))
     failures.require_answer()

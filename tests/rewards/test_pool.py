@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -292,6 +294,10 @@ def test_the_error_of_one_rollout_is_its_own(make_pool, texts) -> None:
     ],
 )
 def test_the_error_of_a_batch_is_every_rollouts(make_pool, texts, name: str, error: str) -> None:
+    for rollout in make_pool("exact_match", name).score(texts("4", "4", "4")):
+        assert rollout.reward_error.startswith(error)
+        assert dict(rollout.reward_parts) == {"exact_match": 1}
+        assert math.isnan(rollout.reward)
     pool = make_pool("exact_match", name, on_error=0.25)
     for rollout in pool.score(texts("4", "4", "4")):
         assert rollout.reward_error.startswith(error)
@@ -475,6 +481,7 @@ def test_a_function_is_tried_on_a_ground_truth(make_pool, make_rollout) -> None:
     with pytest.raises(UsageError, match="row 0") as caught:
         make_pool("strips").require_answer(chat, "row 0")
     assert 'completion[-1]["content"]' in str(caught.value.do)
+    make_pool("odd_only").require_answer(replace(chat, answer=""), "row 0")  # None is an answer
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
@@ -522,9 +529,14 @@ def test_none_from_a_trl_function_is_no_part_of_the_reward(make_pool, texts) -> 
     assert dict(first.reward_parts) == {"exact_match": 1, "odd_only": 1}
     assert dict(second.reward_parts) == {"exact_match": 0}
     assert second.reward_error is None
+    assert (first.reward, second.reward) == (1 + 2 * 1, 0)
 
 
 def test_a_rollout_that_no_function_judges_is_an_error(make_pool, texts) -> None:
+    one, two = make_pool("odd_only").score(texts("4", "42"))
+    assert (one.reward_error, one.reward) == (None, 1)
+    assert "None" in two.reward_error
+    assert math.isnan(two.reward)
     one, two = make_pool("odd_only", on_error=-3.0).score(texts("4", "42"))
     assert one.reward_error is None
     assert "None" in two.reward_error
@@ -599,7 +611,7 @@ def test_an_async_function_that_always_hangs_is_given_up(make_pool, texts, monke
 def test_a_call_about_all_completions_can_be_divided(make_pool, texts) -> None:
     pool = make_pool("how_many", per_call=2, timeout_seconds=1.0)
     scored = pool.score(texts("a", "b", "c", "sleep", "d"))
-    assert [r.reward for r in scored] == [2, 2, 0, 0, 1]
+    assert str([r.reward for r in scored]) == "[2.0, 2.0, nan, nan, 1.0]"
     late = "how_many: no answer within 1 s for 2 completions"
     assert [r.reward_error for r in scored] == [None, None, late, late, None]
 

@@ -31,7 +31,7 @@ from burnish.api import run_command
 from burnish.boxes.shards import Publication
 from burnish.checkpoint.manifest import Commit, Manifest
 from burnish.checkpoint.steps import Committed, verify
-from burnish.config.schema import RunConfig
+from burnish.config.schema import RewardConfig, RunConfig
 from burnish.data.loader import Loader
 from burnish.errors import BurnishError, IncompatibleError
 from burnish.records import Completion, Prompt, Rollout
@@ -163,7 +163,8 @@ def queue_of(
 ) -> tuple[RolloutQueue, Scripted]:
     """A queue whose generator is inside, or elsewhere, perhaps with new weights in flight."""
     rollout = SimpleNamespace(ahead=ahead, in_flight=place == "in flight")
-    config = SimpleNamespace(rollout=rollout, critic=SimpleNamespace(warmup_steps=0))
+    critic, reward = SimpleNamespace(warmup_steps=0), RewardConfig()
+    config = SimpleNamespace(rollout=rollout, critic=critic, reward=reward)
     collector = Collected(Weights(central=place != "inside"))
     sampler = Scripted(config, collector, Loader(1, 0, shuffle=False, cursor=cursor), list(delays))
     return RolloutQueue(sampler, total), sampler  # type: ignore[arg-type]

@@ -131,12 +131,14 @@ def test_errors_of_rewards_are_recorded_and_counted(work, kind):
     function = f"{{function: 'tempers.py:of', kwargs: {{kind: {kind}}}}}"
     run = done(
         work, "rl", "rl.yaml", f"name=reward_{kind}", f"steps={1 if kind == 'hangs' else 2}", "evaluation.every=0", "evaluation.before=false",
-        "reward.timeout_seconds=1", "batch.prompts=8", f"reward.functions=[{function}]",
+        "reward.timeout_seconds=1", "batch.prompts=8", f"reward.functions=[{function}]", "reward.max_failed_share=1",
     )  # fmt: skip
     found = metrics(run)
     assert all(0 < row["reward/errors"] < 32 for row in found)
-    assert all(row["reward/errors"] / 32 + row["reward/mean"] == 1 for row in found)
-    assert any(row["reward_error"] for row in rollouts(run, 1))
+    assert all(row["reward/dropped"] == row["reward/errors"] for row in found)
+    assert all(row["reward/mean"] == 1 for row in found)
+    failed = [row for row in rollouts(run, 1) if row["reward_error"]]
+    assert {(row["reward"], row["advantage"]) for row in failed} == {("NaN", 0.0)}
 
 
 def test_rewards_that_fail_for_all_end_the_run_which_goes_on_when_they_are_mended(work):
@@ -146,12 +148,13 @@ def test_rewards_that_fail_for_all_end_the_run_which_goes_on_when_they_are_mende
     head = "def score(data_source, solution_str, ground_truth):\n    "
     for body, expected in (
         ("return answer", 2),
-        ("return solution_str == ground_truth or answer", 1),
+        ("return solution_str == ground_truth or answer", 2),
     ):
         function.write_text(f"{head}{body}\n")
         code, output = burnish(work, *argv, "steps=3")
         assert code == expected, output
         assert "NameError" in output
+        assert "Traceback" not in output
         assert committed(work / "runs/all_fail/checkpoints") == []
     function.write_text(f"{head}return 1.0\n")
     run = done(work, *argv, "steps=3")

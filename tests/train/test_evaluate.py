@@ -51,11 +51,12 @@ def validated(
     return prompt_validation(foundation, collector, prompts)()
 
 
-def test_a_score_is_the_first_functions_also_where_that_did_not_apply() -> None:
+def test_a_score_is_the_first_functions_where_that_applies() -> None:
     found = measured([[{"correct": 0.5, "style": 9}], [{"style": 9}]], n=1)
     assert found == {
-        "val/mean@1": 0.25,
+        "val/mean@1": 0.5,
         "val/reward": (9.5 + 9) / 2,
+        "val/dropped": 0,
         "val/reward/parts/correct": 0.5,
         "val/reward/parts/style": 9,
         "val/response_length/mean": 0,

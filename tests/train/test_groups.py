@@ -5,16 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
+from math import isnan, nan
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
 import torch
 from ranks import run_ranks
 
-from burnish.algorithms.base import load_advantage
-from burnish.config.schema import RunConfig
+from burnish.algorithms.base import ScoredRollouts, load_advantage
+from burnish.config.schema import AdvantageName, RewardConfig, RunConfig
 from burnish.data.loader import Loader
 from burnish.distributed.layout import Layout
 from burnish.errors import UsageError
@@ -157,6 +158,126 @@ def test_a_function_that_applies_to_no_answer_is_a_part_all_the_same() -> None:
     assert not compared(RolloutTable.of(groups), "score", config.reward.part_names)[0].size
 
 
+def test_dynamic_sampling_compares_what_is_left_of_a_group() -> None:
+    told = [
+        [(nan, 2), (1, 3), (0, 2)],
+        [(nan, 2), (1, 3), (1, 2)],  # alike, but for one that failed
+        [(1, 2), (nan, 2), (nan, 2)],  # one says nothing alone
+        [(1, 2), (0, 2), (0, 3)],
+    ]
+    dynamic = {"algorithm": {"dynamic_sampling": {"enabled": True}}}
+    chosen, left_out = collected(told, configured(**dynamic, rollout={"n": 3}))
+    assert list(rewards(chosen)) == [0, 3]
+    assert list(rewards(left_out)) == [1, 2]
+
+
+class Greedy(Script):
+    """Whose greedy completion of the first prompt has no reward."""
+
+    def collect(self, prompts: Sequence[Prompt], key: int, samples: int, *_: object) -> Any:
+        table = super().collect(prompts)
+        if samples > 1:
+            return table
+        missing = {0: replace(rollout(0, nan, 1), reward_error="judge: out")}
+        return RolloutTable.of([[missing.get(p.index, rollout(p.index, 0.5, 1))] for p in prompts])
+
+
+def test_a_prompt_whose_greedy_completion_has_no_reward_is_dropped() -> None:
+    config = configured(algorithm={"advantage": "remax"}, reward={"max_failed_share": 1.0})
+    loader = Loader(2, 0, shuffle=False)
+    told = Greedy([[(1, 2), (0, 3)], [(1, 2), (nan, 3)]])
+    groups = GroupSampler(config, told, PROMPTS[:2], loader).sample(step=0).groups
+    assert groups.is_scored.tolist() == [False, False, True, False]
+    assert groups.rollout(0).reward_error == "greedy completion: judge: out"
+    update = made(config)
+    credit = update.assign_credit(groups, update.minibatches(groups))
+    assert credit.advantages.tolist() == [0, 0, 0.5, 0]
+
+
+def test_a_failed_group_says_nothing_of_how_hard_a_prompt_is() -> None:
+    heard: list[tuple[list[int], list[bool]]] = []
+
+    class Listening(Loader):
+        def update(self, indices: Sequence[int], are_alike: Sequence[bool]) -> None:
+            heard.append((list(indices), list(are_alike)))
+
+    told = [[(1, 2), (1, 2)], [(nan, 2), (1, 2)], [(nan, 2), (nan, 2)], [(1, 2), (0, 2)]]
+    config = configured(batch={"prompts": 4}, reward={"max_failed_share": 1.0})
+    GroupSampler(config, Script(told), PROMPTS, Listening(4, 0, shuffle=False)).sample(step=0)
+    assert heard == [([0, 3], [True, False])]
+
+
+def own_advantage(scored: ScoredRollouts) -> Any:
+    """A user's, by token, which looks at all rollouts and parts."""
+    level = scored.rewards.mean() + np.nansum(scored.parts["numeric"]) + len(scored.rewards)
+    return [
+        np.full(length, reward - level)
+        for reward, length in zip(scored.rewards, scored.lengths, strict=True)
+    ]
+
+
+class Models:
+    """A policy, a reference and a critic whose numbers are a function of the tokens."""
+
+    layout = Layout()
+
+    def __init__(self, slope: float) -> None:
+        self.slope = slope
+        self.engine = self
+
+    def forward(self, batch: Batch, **_: object) -> list[TokenOutputs]:
+        numbers = [micro.input_ids * self.slope - 1.0 for micro in batch.microbatches]
+        return [TokenOutputs(logprobs=each, entropy=each, values=each) for each in numbers]
+
+
+@pytest.mark.parametrize("place", ["none", "reward", "loss"])
+@pytest.mark.parametrize("advantage", [*get_args(AdvantageName), "own"])
+def test_a_rollout_without_a_reward_leaves_no_trace(advantage: str, place: str) -> None:
+    """Advantages, targets, masks and global counts are those of a step that never sampled it, to the bit."""
+    algorithm = {"advantage": "grpo" if advantage == "own" else advantage, "mask_truncated": True}
+    if place != "none":
+        algorithm["kl"] = {"coef": 0.25, "place": place}
+    functions = [{"function": "numeric"}, {"function": "f.py:form", "weight": 0.5}]
+    config = configured(
+        algorithm=algorithm,
+        reward={"functions": functions},
+        batch={"prompts": 5, "minibatches": 2, "tokens_per_device": 16},
+    )
+    rng = np.random.default_rng(5)
+    whole = []
+    for index, (size, lost) in enumerate([(4, [1]), (3, [0, 1, 2]), (4, [0, 3]), (3, [1, 2])]):
+        group = []
+        for sample in range(size):
+            right, form, length = rng.normal(), rng.normal(), 2 + sample + index
+            stop: StopReason = "length" if sample == 2 else "stop"
+            one = rollout(index, nan if sample in lost else right + 0.5 * form, length, stop)
+            parts = {"numeric": right} | ({"form": form} if sample else {})
+            group.append(replace(one, sample=sample, reward_parts=parts, greedy_reward=0.25))
+        whole.append(group)
+    left = [[each for each in group if not isnan(each.reward)] for group in whole]
+    found = []
+    for groups in (whole, [group for group in left if group]):
+        table, policy = RolloutTable.of(groups), Models(0.125)
+        kind = own_advantage if advantage == "own" else load_advantage(advantage)
+        update = PolicyUpdate(policy, Models(0.25).forward, Models(0.5), COSTS, config, kind)
+        found.append((table, update.assign_credit(table, update.minibatches(table))))
+    (table, credit), (_, wanted) = found
+    numbers = np.flatnonzero(table.is_scored)
+    assert credit.advantages[numbers].tolist() == wanted.advantages.tolist()
+    assert wanted.advantages.any()
+    assert not np.delete(credit.advantages, numbers).any()
+    assert credit.kl == wanted.kl
+    assert credit.stats.values_by_name() == wanted.stats.values_by_name()
+    assert len(credit.batches) == len(wanted.batches) == 2
+    for batch, other in zip(credit.batches, wanted.batches, strict=True):
+        assert (batch.num_tokens, batch.num_sequences) == (other.num_tokens, other.num_sequences)
+        assert len(batch.microbatches) == len(other.microbatches)
+        for micro, same in zip(batch.microbatches, other.microbatches, strict=True):
+            for name in ("input_ids", "loss_mask", "advantages", "returns", "old_values"):
+                one, two = getattr(micro, name), getattr(same, name)
+                assert (one is two is None) or torch.equal(one, two)
+
+
 def test_without_dynamic_sampling_every_group_is_kept_and_shaped() -> None:
     told = [[(1, 2), (1, LIMIT)], [(0, 5), (1, 6)]]
     chosen, left_out = collected(told, configured(algorithm={"overlong": {"buffer": 4}}))
@@ -197,7 +318,7 @@ def _made(layout: Layout) -> tuple[list[int], list[int]]:
         return [[rollout(0, 0, 3).completion] * each.samples for each in requests]
 
     generator: Any = SimpleNamespace(central=False, generate=generate)
-    heard, progress = RewardFailures(1), Progress(enabled=False)
+    heard, progress = RewardFailures(RewardConfig()), Progress(enabled=False)
     score = lambda rollouts, check: rollouts  # noqa: E731
     collector = Collector(generator, str, score, layout, lambda: None, progress, heard)
     config, dataset = configured(batch={"prompts": len(PROMPTS)}), Counted()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -205,7 +206,9 @@ def test_what_is_too_long_is_an_error_of_its_rollout(tmp_path: Path) -> None:
     assert {each.prompt.index for each in found if each.reward_error} == {0, 1}
     error = "judge: reads less than 40 tokens"
     long = next(each for each in found if each.reward_error)
-    assert (long.reward_error, long.reward, long.reward_parts["judge"]) == (error, 0.5, 0.0)
+    assert (long.reward_error, dict(long.reward_parts)) == (error, {"f": 0.25})
+    assert math.isnan(long.reward)
+    assert all(not math.isnan(each.reward) for each in found if not each.reward_error)
 
 
 def test_a_model_that_says_no_number_is_an_error_of_each_rollout(tmp_path: Path) -> None:
@@ -234,7 +237,7 @@ def test_the_longest_text_leaves_a_place_for_the_token_after_it(tmp_path: Path) 
         (call,) = longest.calls
         assert (call.error is not None) == (call.value is None) == refused
         assert 0 < call.began < call.began + call.seconds < time.time()
-        assert call.name in longest.reward_parts
+        assert (call.name in longest.reward_parts) == (not refused)
         assert sum(each.reward_error is not None for each in found) == refused
 
 

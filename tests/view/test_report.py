@@ -239,6 +239,7 @@ def test_changed_most_compares_the_same_prompt_early_and_late(tmp_path: Path) ->
     write(tmp_path, 1, {0: [0.0, 0.0], 1: [1.0, 1.0], 2: [0.5, 0.5]})
     write(tmp_path, 5, {0: [0.5, 0.5], 3: [1.0, 0.0]})
     write(tmp_path, 9, {0: [1.0, 0.8, 0.0], 1: [0.0, 0.0], 2: [0.5, 0.5]})
+    write(tmp_path, 10, {0: [math.nan], 4: [math.nan]})  # what is dropped says nothing
     found = named(tmp_path, "changed")
     assert [(early["completion"], late["completion"]) for early, late, *_ in found] == [
         ("1/1/0", "9/1/0"),

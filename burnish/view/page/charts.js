@@ -21,7 +21,7 @@ const SPEED = [
 ];
 const TROUBLES = [
   ["Optimizer steps skipped for a gradient norm that was not finite", "actor/skipped", "critic/skipped", "train/skipped"],
-  ["Rollouts on which a reward function failed", "reward/errors"],
+  ["Rollouts on which a reward failed", "reward/errors"], ["Rollouts without a reward, left out of the update", "reward/dropped"],
 ];
 const TOGGLES = [["smooth", "Smooth", "1"], ["log", "Log scale", "0"], ["group", "Group seeds", "1"]];
 const FIRST = ["accuracy", "mean@", "exact_match", "reward", "pass@"], OWN = ["seed", "name", "output_dir"], POINTS = 400, MOST_LINES = 6;
