@@ -68,19 +68,23 @@ def clock(device: torch.device) -> Callable[[], float]:
     return now
 
 
+def place_of_rank(settings: dict[str, Any]) -> None:
+    """Set the variables by which torchrun tells a process its rank."""
+    os.environ.update(
+        RANK=str(settings["rank"]),
+        LOCAL_RANK=str(settings["rank"]),
+        WORLD_SIZE=str(settings["world"]),
+        LOCAL_WORLD_SIZE=str(settings["world"]),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(settings["port"]),
+    )
+
+
 def main() -> None:
     turns = Turns()
     settings: dict[str, Any] = turns.next()
     config = RunConfig.model_validate(settings["config"])
-    ranks = {name: str(settings[name.lower()]) for name in ("RANK", "WORLD")}
-    os.environ.update(
-        RANK=ranks["RANK"],
-        LOCAL_RANK=ranks["RANK"],
-        WORLD_SIZE=ranks["WORLD"],
-        LOCAL_WORLD_SIZE=ranks["WORLD"],
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(settings["port"]),
-    )
+    place_of_rank(settings)
 
     def run(layout: Layout, device: torch.device) -> None:
         torch.set_num_threads(settings["threads"])

@@ -41,6 +41,7 @@ OPTIONAL = (
     "burnish.distributed.accelerators",
     "burnish.distributed.failure_watch",
     "burnish.distributed.slurm",
+    "burnish.distributed.spinning",
     "burnish.distributed.stall",
     "burnish.distributed.tensor_collectives",
     "burnish.engines.offload",

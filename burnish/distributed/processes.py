@@ -65,17 +65,27 @@ def launch(fn: Callable[[Layout, torch.device], T], config: DistributedConfig) -
     place = place_of(os.environ)
     share_cores(place.layout.local_world)
     device = pick_device(place.layout.local_rank, place.own_device)
-    if device.type == "cpu":
-        keep_freed_pages()
     # A run computes in torch's default modes, whatever modes the calling program has set.
     without = torch.autocast(device.type, enabled=False)
     with torch.inference_mode(False), torch.enable_grad(), without, ExitStack() as held:
+        held.enter_context(tuned(device))
         if torch.get_default_device().type != "cpu":  # only if needed: this mode slows calls
             held.enter_context(torch.device("cpu"))
         if place.layout.world == 1:  # torch's own excepthook prefixes "[rank0]" and stays
             held.callback(setattr, sys, "excepthook", sys.excepthook)
         group = process_group(device, config.timeout_seconds, place, config.stall_seconds)
         return fn(held.enter_context(group), device)
+
+
+@contextmanager
+def tuned(device: torch.device) -> Iterator[None]:
+    """Have a CPU waste less time inside the block; other devices need nothing."""
+    if device.type != "cpu":
+        yield
+        return
+    keep_freed_pages()
+    with import_module("burnish.distributed.spinning").brief_while_crowded():
+        yield
 
 
 @contextmanager

@@ -30,8 +30,9 @@ import xxhash
 from burnish.boxes.shards import TensorSpec
 from burnish.distributed.collectives import agree, from_main, gather_objects
 from burnish.distributed.companion import Companion, accompany
-from burnish.distributed.device import empty_cache, keep_freed_pages, pick_device, share_cores
+from burnish.distributed.device import empty_cache, pick_device, share_cores
 from burnish.distributed.layout import Layout
+from burnish.distributed.processes import tuned
 from burnish.engines.base import compute_dtype
 from burnish.errors import BurnishError, UsageError
 from burnish.files.storage import open_regular
@@ -193,7 +194,7 @@ def serve_at(foundation: Foundation, host: str, port: int) -> None:
     directory = RunDirectory(config.directory).servers
     directory.mkdir(0o700, parents=True, exist_ok=True)  # the notes hold tokens
     note = directory / f"{urlsplit(server.url).netloc}.json"
-    with catch_signals() as stopper, suppress(StopRequested):
+    with catch_signals() as stopper, tuned(foundation.device), suppress(StopRequested):
         try:
             write_atomically(note, json.dumps({"url": server.url, "token": token}) + "\n")
             log.info("serving run %s at %s", config.run_name, server.url)
@@ -205,8 +206,6 @@ def serve_at(foundation: Foundation, host: str, port: int) -> None:
 def _make_server(foundation: Foundation, token: str, host: str, port: int) -> GeneratorServer:
     for name in [name for name in os.environ if name.startswith(_LAUNCHERS)]:
         del os.environ[name]  # this process is no rank, whoever started it
-    if foundation.device.type == "cpu":
-        keep_freed_pages()
     engine = foundation.config.rollout.engine
     about = {"model": _digest_of([*chain(*_specs(foundation))]), "engine": engine}
     return GeneratorServer(
@@ -314,4 +313,5 @@ def serve(pipe: int, parent: int) -> None:
             connection.send(error)
             sys.exit(error.exit_code)
         connection.send(server.url)
-    server.run()
+    with tuned(device):
+        server.run()
