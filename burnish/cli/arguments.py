@@ -12,8 +12,11 @@ from typing import Any
 
 from burnish import __version__
 from burnish.errors import UsageError, together
+from burnish.files.strict_json import clipped
 from burnish.functions import did_you_mean
 
+# More are a slip of the finger.
+_MOST_PROCESSES = 1_000_000
 _HELP = """\
 Burnish post-trains language models: supervised fine-tuning and reinforcement learning.
 
@@ -200,12 +203,14 @@ def _place(text: str) -> PurePath:
 
 
 def _processes(text: str) -> int:
-    if text.isdecimal() and int(text) > 0:
-        return int(text)
+    if text.isdecimal() and len(text) <= len(str(_MOST_PROCESSES)):
+        count = int(text)
+        if 0 < count <= _MOST_PROCESSES:
+            return count
     raise UsageError(
         "--processes is not a number of processes",
-        have=text,
-        want="1 or more",
+        have=clipped(text),
+        want=f"1 to {_MOST_PROCESSES:,}",
         do="correct it, or leave it out",
     )
 
@@ -354,7 +359,8 @@ _OPTIONS = {
     "--without-sandbox": _flag("allow pickles even if the kernel has no Landlock for the sandbox"),
     "--port": _argument("port to listen on; default: any free port", type=int, default=0),
     "--host": _argument(
-        "address to listen on, such as 0.0.0.0; other machines need the token that is printed; default: 127.0.0.1",
+        "address to listen on, such as 0.0.0.0; default: 127.0.0.1. Clients need a token: view prints it with its address, serve writes "
+        "it to servers/ in the run's directory, which only this user can read",
         default="127.0.0.1",
     ),
     "--no-open": _argument("do not open a browser", action="store_false", dest="open"),

@@ -538,7 +538,7 @@ class CheckpointConfig(Section):
     mirror_keep_last: int = Field(0, ge=0)
     """Number of newest steps to keep on the mirror, besides those that keep_every, keep_best and pins keep. 0: all steps."""
     mirror_patience_seconds: float = Field(1800.0, ge=0)
-    """How long the end of a run waits for its mirror."""
+    """How long the end of a run waits for its mirror. The start waits for each answer of it as long, but no longer than 3 minutes."""
 
 
 class TracesConfig(Section):

@@ -21,6 +21,7 @@ from burnish.distributed.accelerators import (
     nvidia_smi,
 )
 from burnish.errors import UsageError
+from burnish.files.strict_json import clipped
 from burnish.models.flops import Passed
 from burnish.plan.model import (
     ASSUMED_PROMPT,
@@ -32,6 +33,8 @@ from burnish.plan.model import (
 )
 
 GIB = float(1 << 30)
+# Each divisor of the count may give a layout.
+_MOST_DEVICES = 1_000_000
 PER_MACHINE = 8
 """Devices of a machine."""
 _NETWORK = 50e9
@@ -96,11 +99,17 @@ def parse_devices(
     Raises `UsageError` for another form, or an unknown device without both.
     """
     match = _SPEC.fullmatch(text.strip())
-    if match is None or int(match[1]) < 1:
+    digits = match[1].lstrip("0") if match else ""
+    if (
+        match is None
+        or not digits
+        or len(digits) > len(str(_MOST_DEVICES))
+        or int(digits) > _MOST_DEVICES
+    ):
         raise UsageError(
             "the devices cannot be read",
-            have=text,
-            want="COUNTxNAME-MEMORY, as 64xH100-80G or 2xCPU-24G",
+            have=clipped(text),
+            want=f"COUNTxNAME-MEMORY, as 64xH100-80G or 2xCPU-24G, with a count from 1 to {_MOST_DEVICES:,}",
             do="correct --devices",
         )
     name = "CPU" if match[2].upper() == "CPU" else match[2]
@@ -128,7 +137,7 @@ def parse_devices(
     memory = device.memory_gib if memory_gib is None else memory_gib
     if teraflops is not None:
         device = replace(device, flops=teraflops * 1e12)
-    return _devices(int(match[1]), name, memory * GIB, device)
+    return _devices(int(digits), name, memory * GIB, device)
 
 
 def devices_here(processes: int, local_processes: int) -> Devices | None:

@@ -12,7 +12,7 @@ import secrets
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import replace
@@ -40,7 +40,7 @@ from burnish.models.meta_init import build_on_meta
 from burnish.models.names import regions
 from burnish.rollout.client import ServedGenerator, Server, ServerLost
 from burnish.rollout.server import GeneratorServer
-from burnish.tracking.rundir import RunDirectory, write_atomically
+from burnish.tracking.rundir import RunDirectory
 from burnish.train.setup import Foundation, lay_foundation, local_generator
 from burnish.train.signals import StopRequested, catch_signals
 
@@ -196,7 +196,7 @@ def serve_at(foundation: Foundation, host: str, port: int) -> None:
     note = directory / f"{urlsplit(server.url).netloc}.json"
     with catch_signals() as stopper, tuned(foundation.device), suppress(StopRequested):
         try:
-            write_atomically(note, json.dumps({"url": server.url, "token": token}) + "\n")
+            _write_note(note, {"url": server.url, "token": token})
             log.info("serving run %s at %s", config.run_name, server.url)
             server.run(stopper.check)
         finally:
@@ -279,6 +279,15 @@ def _answering_servers(directory: Path, model: str) -> dict[str, str]:
                 do="start burnish serve with this run's configuration",
             )
     return {url: token for url, token in notes.items() if told[url] is not None}
+
+
+def _write_note(path: Path, note: Mapping[str, str]) -> None:
+    """Write a note that only this user can read, whole or not at all."""
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+    descriptor = os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o600)
+    with os.fdopen(descriptor, "w") as file:
+        file.write(json.dumps(note) + "\n")
+    temporary.rename(path)
 
 
 def _read_note(path: Path) -> tuple[str, str] | None:

@@ -1,3 +1,4 @@
+import math
 import subprocess
 from pathlib import Path
 
@@ -49,14 +50,20 @@ def test_an_unknown_device_needs_memory_and_speed():
 
 @pytest.mark.parametrize(
     ("text", "amounts"),
-    [("8xH100-0G", {}), ("8xH100", {"memory_gib": -5.0}), ("8xH100", {"teraflops": 0.0})],
+    [
+        ("8xH100-0G", {}),
+        ("8xH100", {"memory_gib": -5.0}),
+        ("8xH100", {"memory_gib": math.nan}),
+        ("8xH100", {"teraflops": 0.0}),
+        ("8xH100", {"teraflops": math.inf}),
+    ],
 )
 def test_amounts_are_above_0(text, amounts):
     with pytest.raises(UsageError):
         parse_devices(text, **amounts)
 
 
-@pytest.mark.parametrize("text", ["", "H100", "0xH100", "8x", "eight x H100", "8xH100-G"])
+@pytest.mark.parametrize("text", ["", "H100", "0xH100", "8x", "eight x H100", "8xH100-G", "-8xH100", "nanxH100", "infxH100", "1000001xH100", "99999999999xH100", f"{'9' * 5000}xH100"])  # fmt: skip
 def test_what_cannot_be_read(text):
     with pytest.raises(UsageError):
         parse_devices(text)

@@ -38,7 +38,7 @@ from burnish.distributed.layout import Layout
 from burnish.errors import BurnishError, CorruptError, IncompatibleError, MissingError, UsageError
 from burnish.files.backends import RemoteFile
 from burnish.files.durable import naming_failures
-from burnish.files.remote import Remote
+from burnish.files.remote import Remote, RetryPolicy
 from burnish.files.strict_json import parse_object
 from burnish.tracking.logs import rotated
 from burnish.tracking.rundir import CHECKPOINTS, RUN, START, TRAINER, RunDirectory, write_atomically
@@ -62,7 +62,15 @@ def open_mirror(
         remote = Remote(url)
         remote.connect()
     start = gather_objects(uuid.uuid4().hex, layout)[0]
-    return RunMirror(Mirror(directory, remote, Retention.of_mirror(settings), start), layout)
+    mirror = Mirror(directory, remote, Retention.of_mirror(settings), start)
+    return RunMirror(mirror, layout, _policy(settings.mirror_patience_seconds))
+
+
+def _policy(patience: float) -> RetryPolicy:
+    """Return how long a run waits for its mirror; the process that copies may wait longer."""
+    most = RetryPolicy()
+    seconds, silence = min(most.seconds, patience), min(most.silence, max(1.0, patience))
+    return replace(most, seconds=seconds, silence=silence)
 
 
 class RunMirror:
@@ -70,7 +78,11 @@ class RunMirror:
 
     sharing = "see that nobody removes steps there, and that all ranks reach one service"
 
-    def __init__(self, mirror: Mirror, layout: Layout) -> None:
+    def __init__(self, mirror: Mirror, layout: Layout, policy: RetryPolicy | None = None) -> None:
+        """`policy` says how long this process tries; default: as `mirror` and so the process that copies."""
+        self._copying = mirror.remote
+        if policy is not None:
+            mirror = replace(mirror, remote=Remote(mirror.remote.url, policy))
         self.url = str(mirror.remote)
         self.source = mirror.steps()
         self.root = self.source.root
@@ -156,7 +168,7 @@ class RunMirror:
             self.close()
             what = "the process that copies to the mirror"
             process = self._process = Companion(_PROCESS, what)
-            process.send(self._mirror)
+            process.send(replace(self._mirror, remote=self._copying))
         self._part = 0.0
         self._busy = process.send(SYNC)
         if not self._busy:
