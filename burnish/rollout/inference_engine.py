@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 import math
 import re
 from abc import abstractmethod
@@ -28,6 +29,8 @@ from burnish.records import Request
 from burnish.rollout.base import Sampling
 from burnish.rollout.builtin.sampling import Drawn, draw, uniforms
 from burnish.rollout.running import Decode, LocalGenerator, Running
+
+log = logging.getLogger("burnish")
 
 # Bytes of weights that an engine gets at a time.
 _WAVE_BYTES = 64 << 20
@@ -118,8 +121,10 @@ class EngineGenerator(LocalGenerator[EngineRequest]):
     def _sleep(self) -> None: ...
 
 
-def import_engine(title: str, oldest: tuple[int, ...]) -> Any:
-    """Import vLLM or SGLang. Raises `MissingError` without it, `IncompatibleError` for an old one."""
+def import_engine(
+    title: str, oldest: tuple[int, ...], beyond: tuple[int, ...] | None = None
+) -> Any:
+    """Import vLLM or SGLang. Raises `MissingError` without it, `IncompatibleError` for an old one. Warns of one that is not older than `beyond`."""
     name, wanted = title.lower(), f"{title} {'.'.join(map(str, oldest))} or newer"
     do = f"{install(name)}, or set rollout.engine=builtin"
     problem = f"rollouts with {title} need a package that cannot be imported"
@@ -130,6 +135,9 @@ def import_engine(title: str, oldest: tuple[int, ...]) -> Any:
         raise IncompatibleError(
             f"this {title} is too old", have=engine.__version__, want=wanted, do=install(name)
         )
+    if found and beyond is not None and found >= beyond:
+        known = f"older than {'.'.join(map(str, beyond))}"
+        log.warning("%s %s is not known to work; those %s are", title, engine.__version__, known)
     return engine
 
 

@@ -43,7 +43,7 @@ from burnish.rollout.inference_engine import (
 )
 from burnish.rollout.running import Decode, StopRule
 
-_OLDEST = (0, 28)
+_OLDEST, _BEYOND = (0, 28), (0, 34)
 # Defaults of environment variables. vLLM reads the first two after its import, and the next ones during it. Triton reads the last.
 _ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -53,6 +53,11 @@ _ENVIRONMENT = {
     "VLLM_USE_FLASHINFER_SAMPLER": "0",  # it would compile for nothing, because the logits processor draws
     "TRITON_F32_DEFAULT": "ieee",  # else fp32 products in attention and experts are TF32, with 10 bits
 }
+PROCESSORS = (
+    "burnish.rollout.vllm.draws:DrawingProcessor",
+    "burnish.rollout.vllm.draws_v2:SlotDrawingProcessor",
+)
+"""The logits processors for vLLM's model runners V1 and V2."""
 # Share of a CPU's free memory for keys and values, and of an accelerator's for all of vLLM.
 _CPU_SHARE, _DEVICE_SHARE = 0.4, 0.9
 # Ranks of adapters that vLLM accepts.
@@ -133,10 +138,9 @@ class VllmGenerator(EngineGenerator):
             if lora is not None:
                 options |= {"enable_lora": True, "max_loras": 1, "lora_target_modules": targets}
                 options["max_lora_rank"] = next((r for r in _RANKS if r >= lora.rank), lora.rank)
+            options["logits_processors"] = [PROCESSORS[0]]
             engine = vllm.EngineArgs(**options).create_engine_config()
-            v2 = getattr(engine, "use_v2_model_runner", False)
-            processor = "draws_v2:SlotDrawingProcessor" if v2 else "draws:DrawingProcessor"
-            engine.model_config.logits_processors = [f"burnish.rollout.vllm.{processor}"]
+            set_processor(engine)
             self._engine: Any = vllm.LLMEngine.from_vllm_config(engine, disable_log_stats=True)
             if experts and device.type == "cpu":
                 self._call(self._worker.begin_recording)
@@ -300,6 +304,16 @@ class VllmGenerator(EngineGenerator):
         return size
 
 
+def set_processor(engine: Any) -> None:
+    """Give an engine's configuration the logits processor of the model runner that it uses.
+
+    Before vLLM 0.31, runner V2 takes none: with a processor, vLLM uses V1. So the question comes after the setting.
+    """
+    engine.model_config.logits_processors = [PROCESSORS[0]]
+    if engine.use_v2_model_runner:
+        engine.model_config.logits_processors = [PROCESSORS[1]]
+
+
 def require_adaptable(
     targets: Sequence[str], hf_config: PretrainedConfig, device: torch.device, dtype: torch.dtype
 ) -> None:
@@ -324,7 +338,7 @@ def require_adaptable(
 def _imported(device: torch.device) -> Any:
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
-    vllm = import_engine("vLLM", _OLDEST)
+    vllm = import_engine("vLLM", _OLDEST, _BEYOND)
     platform = import_module("vllm.platforms").current_platform.device_type
     if platform != device.type:
         raise IncompatibleError(

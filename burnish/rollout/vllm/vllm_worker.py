@@ -71,13 +71,18 @@ def load_adapter(worker: Any, tensors: Mapping[str, Tensor], described: dict[str
     """Replace an adapter's tensors, named as PEFT does. `described` is PEFT's configuration."""
     manager, model = worker.model_runner.lora_manager, worker.get_model()
     mapper = getattr(model, "hf_to_vllm_mapper", None)
+    if mapper is not None:
+        renames = (
+            getattr(mapper, "get_rename_mapper", None) or mapper.get_unstacked_mapper
+        )  # vLLM 0.28
+        mapper = renames()
     adapter = LoRAModel.from_lora_tensors(
         ADAPTER.lora_int_id,
         dict(tensors),
         PEFTHelper.from_dict(described),
         device="cpu",
         dtype=manager.lora_config.lora_dtype,
-        weights_mapper=mapper and mapper.get_rename_mapper(),
+        weights_mapper=mapper,
     )
     for name in tensors:
         if not hasattr(_adapted(model, name)[0], "lora_a_stacked"):
