@@ -103,9 +103,9 @@ class Wheel:
             if (place := _lazy_place(node, name)) is not None:
                 origin, _, inner = place.partition(":")
                 return self.find(f"{module}{origin}", inner)
-            if isinstance(node, ast.FunctionDef) and node.name == "__getattr__":
-                if any(getattr(each, "value", None) == name for each in ast.walk(node)):
-                    return module, node
+            is_lazy = isinstance(node, ast.FunctionDef) and node.name == "__getattr__"
+            if is_lazy and any(getattr(each, "value", None) == name for each in ast.walk(node)):
+                return module, node
         return None
 
     def _absolute(self, module: str, node: ast.ImportFrom) -> str:
@@ -117,18 +117,17 @@ class Wheel:
 
     def member(self, module: str, owner: str, name: str) -> ast.AST | None:
         """Return a class's method, field or attribute, its bases' included."""
-        found = self.find(module, owner)
-        if found is None or not isinstance(found[1], ast.ClassDef):
+        home, node = self.find(module, owner) or (module, None)
+        if not isinstance(node, ast.ClassDef):
             return None
-        home, node = found
         for each in node.body:
             if isinstance(each, ast.FunctionDef) and each.name == name:
                 return each
             if name in _targets(each):
                 return each
-        for each in ast.walk(node):
-            if isinstance(each, ast.Assign | ast.AnnAssign) and f"self.{name}" in _targets(each):
-                return each
+        for inner in ast.walk(node):
+            if f"self.{name}" in _targets(inner):
+                return inner
         for base in node.bases:
             if isinstance(base, ast.Name) and base.id != owner:
                 inherited = self.member(home, base.id, name)
