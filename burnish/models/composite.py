@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import (
@@ -146,20 +147,31 @@ def language_modules(composite: Composite, hf_config: PretrainedConfig) -> tuple
     """
     model = build_on_meta(hf_config)
     whole = AutoConfig.from_pretrained(composite.directory, local_files_only=True)
-    kinds = (MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, MODEL_FOR_MULTIMODAL_LM_MAPPING)
-    kind = next(each[type(whole)] for each in kinds if type(whole) in each)
     with torch.device("meta"):
-        built = kind._from_config(whole)
-    backbone = type(model.base_model)
-    found = [name for name, module in built.named_modules() if type(module) is backbone]
+        return model.base_model_prefix, module_like(
+            class_of(whole)._from_config(whole), model.base_model
+        )
+
+
+def class_of(whole: PretrainedConfig) -> type[PreTrainedModel]:
+    """Return transformers' class of a composite."""
+    kinds = (MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, MODEL_FOR_MULTIMODAL_LM_MAPPING)
+    found: type[PreTrainedModel] = next(each[type(whole)] for each in kinds if type(whole) in each)
+    return found
+
+
+def module_like(model: PreTrainedModel, backbone: nn.Module) -> str:
+    """Return the name of a model's one module of the class of `backbone`. Raises `IncompatibleError`."""
+    kind = type(backbone)
+    found = [name for name, module in model.named_modules() if type(module) is kind]
     if len(found) != 1:
         raise IncompatibleError(
-            f"{kind.__name__} has no module to which an adapter of its language model belongs",
-            have=few(found) or f"no {backbone.__name__}",
-            want=f"one {backbone.__name__}",
-            do="train the model itself, without model.lora",
+            f"{type(model).__name__} does not have its language model in one place",
+            have=few(found) or f"no {kind.__name__}",
+            want=f"one {kind.__name__}",
+            do="save its language model alone, and set model.path to that",
         )
-    return model.base_model_prefix, found[0]
+    return found[0]
 
 
 def write_composite_assets(composite: Composite, directory: Path, dtype: torch.dtype) -> None:

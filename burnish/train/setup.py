@@ -194,6 +194,9 @@ def lay_foundation(
         routing.require_routers(hf_config, "algorithm.router_replay")
     base = weights_source(config.model, hf_config, config.seed)
     composite = composite_of(config.model.path, hf_config)
+    if composite is not None:
+        proof = import_module("burnish.check.composite_proof")
+        proof.prove_composite(composite, hf_config, layout)
     origin = given.path if given and given.path != config.model.path else None
     source: ShardSource = base
     adapter: dict[str, Any] | None = None
