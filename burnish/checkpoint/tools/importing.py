@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -24,9 +25,11 @@ from burnish.distributed.layout import Layout
 from burnish.errors import MissingError, few
 from burnish.files.durable import make_dirs_durably, naming_failures
 from burnish.files.lease import LEASE, holding_lease
-from burnish.files.safetensors import read_header, weight_map
+from burnish.files.safetensors import read_header, unread_files, weight_map
 from burnish.files.storage import LOCAL
 from burnish.models.composite import kept_beside
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +60,9 @@ def hugging_face(source: Path) -> Foreign:
             want="the model as a whole",
             do="get its files again",
         )
+
+    if others := unread_files(source):
+        _log.warning("%s: %s is not imported", source, ", ".join(others))
 
     def weights(_: Path) -> list[Shard]:
         files = dict.fromkeys(each.file for each in found.values())
