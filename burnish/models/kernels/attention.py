@@ -133,7 +133,9 @@ def attention_forward(
         )
     scaling, layer = options.get("scaling"), int(getattr(module, "layer_idx", -1))
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    window, softcap = (options.get(name) for name in ("sliding_window", "softcap"))
+    # Qwen2-MoE's layers know their window, and leave it to the mask.
+    window = options.get("sliding_window", getattr(module, "sliding_window", None))
+    softcap = options.get("softcap")
     softmax = Softmax(scaling, window, softcap and float(softcap), options.get("s_aux"))
     return packing.attend(layer, (query, key, value), softmax), None
 
