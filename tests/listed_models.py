@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+from importlib import import_module
 from typing import Any
 
 from tiny import FAMILIES, tiny_config
@@ -25,19 +27,23 @@ _OTHERS: dict[str, dict[str, Any]] = {
         "layer_types": ["linear_attention", "full_attention"] * 16,
         "position_embedding_type": "rope",
     },
+    "qwen2_moe": {"use_sliding_window": True},
+    "falcon_h1": {"lm_head_multiplier": 0.039, "mamba_rms_norm": True},
+    "nemotron_h": {"time_step_min": 0.5},
+    "mamba2": {"time_step_limit": [0.4, 0.9]},
     "lfm2": {"layer_types": ["conv", "full_attention"] * 16},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 16},
 } | {
     family: {}
     for family in (
         "afmoe", "apertus", "arcee", "axk1", "bamba", "biogpt", "bitnet", "cohere2", "cohere2_moe", "cwm",
-        "deepseek_v3", "ernie4_5", "ernie4_5_moe", "exaone4", "exaone_moe", "falcon_h1", "flex_olmo", "gemma", "gemma2",
+        "deepseek_v3", "ernie4_5", "ernie4_5_moe", "exaone4", "exaone_moe", "flex_olmo", "gemma", "gemma2",
         "gemma3n_text", "gemma4_text", "gemma4_unified_text", "glm", "glm4", "glm4_moe",
-        "glm4_moe_lite", "gpt2", "gpt_neox", "gpt_oss", "granite_swa", "granitemoe",
+        "glm4_moe_lite", "gpt2", "gpt_bigcode", "gpt_neox", "gpt_oss", "granite_swa", "granitemoe",
         "granitemoe_swa", "granitemoeshared",
-        "helium", "hy_v3", "jais2", "jamba", "jetmoe", "kimi_linear", "laguna", "longcat_flash", "mamba2", "mellum", "mimo_v2_flash", "minicpm3",
-        "minimax_m2", "ministral3", "nanochat", "nemotron_h", "olmo", "olmo3", "olmo_hybrid", "olmoe", "opt", "persimmon",
-        "phi3", "qwen2_moe", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next", "seed_oss", "smollm3", "solar_open", "starcoder2", "vaultgemma", "youtu",
+        "helium", "hy_v3", "jais2", "jamba", "jetmoe", "kimi_linear", "laguna", "longcat_flash", "mellum", "mimo_v2_flash", "minicpm3",
+        "minimax_m2", "ministral3", "nanochat", "olmo", "olmo3", "olmo_hybrid", "olmoe", "opt", "persimmon",
+        "phi3", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next", "seed_oss", "smollm3", "solar_open", "starcoder2", "vaultgemma", "youtu",
     )
 }  # fmt: skip
 TRAINED: tuple[str, ...] = tuple(sorted({*FAMILIES, *_OTHERS}))
@@ -66,5 +72,9 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 
 def listed_config(kind: str) -> PretrainedConfig:
     """A configuration of a listed type: small for those that `tiny` has, else its default with what matters."""
+    if kind == "gpt_bigcode":  # its module uses a deprecated decorator of torch
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)
+            import_module("transformers.models.gpt_bigcode.modeling_gpt_bigcode")
     fields = REFUSED[kind][0] if kind in REFUSED else _OTHERS.get(kind)
     return tiny_config(kind) if fields is None else AutoConfig.for_model(kind, **fields)
