@@ -53,12 +53,15 @@ _START_SECONDS = 120.0
 """How long a worker may take to import the reward functions' modules."""
 _MAX_TIMEOUTS = 8
 """Lost calls in a row, plus one per worker, after which a function is given up; for async functions times `concurrency` / workers."""
-_MAX_ENDS = 2
+_MAX_ENDS = 3
 """How often the process of the same calls may end before they are divided, and a process in a row while it imports."""
 # A worker that has not reported its late async calls so many seconds after their deadline counts as blocked.
 _LATE_SECONDS = 5.0
 _CLOSE_SECONDS = 1.0
 _CHECK_SECONDS = 1.0
+
+_MAX_EXTRAS, _MAX_NAME = 100, 100
+"""Most names of further numbers that all verl functions may use in a run, and most characters of each."""
 
 log = logging.getLogger("burnish")
 
@@ -103,6 +106,7 @@ class RewardPool:
         self._config, self._moved = config, moved
         self._workers: list[_Worker] = []
         self._heard: set[str] = set()
+        self._extras: set[str] = set()
         self._signatures: Sequence[Signature] = ()
         if all(each.function in LOCAL for each in config.functions):
             self._signatures = [
@@ -204,7 +208,11 @@ class RewardPool:
             if value is not None:
                 parts[name] = value
                 reward += each.weight * value
-            parts |= {f"{name}/{extra}": x for extra, x in answer.extras.items()}
+            parts |= {
+                full: x
+                for extra, x in answer.extras.items()
+                if self._is_known(full := f"{name}/{extra}")
+            }
         if not parts and not errors and not self._config.models:
             errors.append("every reward function answered None")
             reward = 0.0 if on_error == "drop" else on_error
@@ -216,6 +224,23 @@ class RewardPool:
             for name, each in zip(names, answers, strict=False)
         )
         return replace(rollout, reward=reward, reward_parts=parts, reward_error=error, calls=calls)
+
+    def _is_known(self, extra: str) -> bool:
+        """Return whether a further number is kept; a function that names others each time would end trackers and page."""
+        if extra in self._extras:
+            return True
+        if len(self._extras) < _MAX_EXTRAS and len(extra) <= _MAX_NAME:
+            self._extras.add(extra)
+            return True
+        if "extras" not in self._heard:
+            self._heard.add("extras")
+            log.warning(
+                "reward functions return too many further numbers: the first %d names of at most %d characters are kept; %s is not",
+                _MAX_EXTRAS,
+                _MAX_NAME,
+                extra[:_MAX_NAME],
+            )
+        return False
 
     def _run(self, calls: Sequence[_Call], check: Check) -> list[Answer]:
         """Return the workers' answers about all rollouts of the calls, in order; if `check` raises, kill all workers."""

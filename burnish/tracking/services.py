@@ -333,6 +333,7 @@ def _sample_table(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     columns = ("step", "prompt", "completion", "answer", "reward", "advantage", "stop_reason")
     return [
         {name: row.get(name) for name in columns}
+        | {"reward": None if row["reward"] == "NaN" else row["reward"]}  # a column has one type
         | {f"reward/{name}": row.get("reward_parts", {}).get(name) for name in names}
         for row in rows
     ]

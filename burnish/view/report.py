@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 import re
 from base64 import b64encode
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import cache
 from hashlib import sha256
 from itertools import accumulate
@@ -19,11 +20,13 @@ from burnish.redaction import redacted
 from burnish.tracking.rollouts import Row, rank, read_rollouts, rollout_files
 from burnish.tracking.rundir import STEPS, TRAINER, RunDirectory, write_atomically
 from burnish.tracking.trackers import State
-from burnish.view.curves import Curves
+from burnish.view.curves import Curve, Curves
 from burnish.view.runs import config_text, model_of
 
-MAX_POINTS, READ_BYTES = 400, 32_000_000
-"""Most points of a line, and most bytes of rollout files that are read, besides the newest and the oldest one."""
+MAX_CURVES, MAX_POINTS, READ_BYTES = 1000, 400, 32_000_000
+"""Most metrics, most points of a line, and most bytes of rollout files that are read, besides the newest and the oldest one."""
+log = logging.getLogger("burnish")
+
 _PAGE = Path(__file__).parent / "page"
 _TEXT_LIMIT = 3000
 _EXAMPLES = 3
@@ -50,7 +53,7 @@ def write_report(run_dir: Path, state: State | None = None) -> Path:
         "metrics": {
             name: {
                 key: each.points(MAX_POINTS, 0, each.steps[-1])
-                for key, each in curves.by_name.items()
+                for key, each in _bounded(curves.by_name).items()
             }
         },
         "rollouts": choose_examples(run.rollouts) or {"rows": []},
@@ -61,6 +64,15 @@ def write_report(run_dir: Path, state: State | None = None) -> Path:
     held = json.dumps(answers, ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c")
     write_atomically(run.report, _page().replace(_ANSWERS, held))
     return run.report
+
+
+def _bounded(curves: Mapping[str, Curve]) -> Mapping[str, Curve]:
+    """Leave out metrics beyond `MAX_CURVES`, first parts of rewards."""
+    if len(curves) <= MAX_CURVES:
+        return curves
+    names = sorted(curves, key=lambda name: "reward/parts/" in name)[:MAX_CURVES]
+    log.warning("report.html has %d of %d metrics", MAX_CURVES, len(curves))
+    return {name: curves[name] for name in names}
 
 
 @cache

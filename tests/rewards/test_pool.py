@@ -63,6 +63,9 @@ def ends_with_columns(completions, level, lengths, guilty):
     end_if_guilty(completions, "kill", guilty)
     return [100.0 + (x or 0) for x in level]
 
+def numbers_everything(solution_str):
+    return {"score": 1, "x" * 500: 1} | {f"{solution_str}-{i}": i for i in range(2000)}
+
 def unreachable(solution_str):
     raise OSError(solution_str + " cannot reach https://user:hunter2@judge.example/score")
 
@@ -447,7 +450,7 @@ def test_a_function_that_ends_most_of_its_processes_is_asked_a_bounded_number_of
     said[10] = said[50] = "x"
     errors = [each.reward_error for each in pool.score(texts(*said))]
     assert [i for i, error in enumerate(errors) if error] == [10, 50]
-    assert len(mark.read_text()) <= 2 + 2 * 6 + 2 * 6 + 1
+    assert len(mark.read_text()) <= 3 + 2 * 6 + 2 * 6 + 1
     mark.unlink()
     errors = [each.reward_error for each in pool.score(texts(*["x"] * 64))]
     assert all(errors)
@@ -614,6 +617,21 @@ def test_a_call_about_all_completions_can_be_divided(make_pool, texts) -> None:
     assert str([r.reward for r in scored]) == "[2.0, 2.0, nan, nan, 1.0]"
     late = "how_many: no answer within 1 s for 2 completions"
     assert [r.reward_error for r in scored] == [None, None, late, late, None]
+
+
+def test_names_of_further_numbers_are_bounded_and_that_is_said_once(
+    make_pool, texts, caplog
+) -> None:
+    pool = make_pool("numbers_everything")
+    names = set[str]()
+    for round_ in range(3):
+        scored = pool.score(texts(*(f"{round_}-{i}" for i in range(4))))
+        assert all(each.reward_error is None for each in scored)
+        assert all(each.reward_parts["numbers_everything"] == 1 for each in scored)
+        names |= {name for each in scored for name in each.reward_parts}
+    assert len(names) == 101
+    assert max(map(len, names)) <= 100
+    assert len([each for each in caplog.records if "too many" in each.message]) == 1
 
 
 def test_the_same_function_twice_has_two_parts(make_pool, texts) -> None:

@@ -19,7 +19,7 @@ from burnish.tracking.rollouts import read_rollouts, write_rollouts
 from burnish.tracking.rundir import RunDirectory, environment, write_atomically
 from burnish.tracking.trackers import JsonlTracker
 from burnish.view import report as module
-from burnish.view.report import MAX_POINTS, choose_examples, write_report
+from burnish.view.report import MAX_CURVES, MAX_POINTS, choose_examples, write_report
 
 
 class Report(HTMLParser):
@@ -160,6 +160,13 @@ def test_a_run_without_rollouts_or_files(run: RunDirectory) -> None:
     assert report(run).answers["rollouts"] == {"rows": []}
     run.metrics.unlink()
     assert report(run).answers["metrics"] == {"demo": {}}
+
+
+def test_very_many_metrics_leave_out_parts_of_rewards_first(run: RunDirectory) -> None:
+    parts = {f"reward/parts/{i}": 1.0 for i in range(MAX_CURVES + 5)}
+    log(run, {1: {**parts, "train/loss": 0.5}})
+    metrics = report(run).answers["metrics"]["demo"]
+    assert (len(metrics), "train/loss" in metrics) == (MAX_CURVES, True)
 
 
 def test_a_repeated_step_counts_as_it_was_last(run: RunDirectory) -> None:
