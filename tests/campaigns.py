@@ -34,14 +34,24 @@ from aftermath import Verdict
 from checkpoints_for_tests import BIG_SHAPES, SHAPES
 from failpoints import FAULTS, MOMENTS, STAGING
 from faultfs import crash_states
-from killed_runs import KINDS, RUNS, killed
+from killed_runs import KINDS, REWARD_RUNS, RUNS, generators_killed, judges_killed, killed
 from power_loss import SCENES, check, named_moments
 from training_files import done, make_files, outcome
 
 from burnish.tracking.progress import Progress
 
 POWER = "power loss"
-CAMPAIGNS = ("crashes", "power", "flips", "fuzz", "runs", "mirror", "disks")
+CAMPAIGNS = (
+    "crashes",
+    "power",
+    "flips",
+    "fuzz",
+    "runs",
+    "rewards",
+    "generators",
+    "mirror",
+    "disks",
+)
 _SLOW_SECONDS = 1.0
 _MEMORY = 256 << 20
 _ORDER = [*list(MOMENTS)[:2], STAGING, *list(MOMENTS)[2:]]
@@ -221,6 +231,28 @@ def kill_runs(chosen: argparse.Namespace, directory: Path, progress: Progress) -
     return wrong
 
 
+def kill_rewards(chosen: argparse.Namespace, directory: Path, progress: Progress) -> list[str]:
+    """Reward processes killed in the middle of calls; kinds of runs that come to another end than one left in peace."""
+    directory.mkdir()
+    work, wrong = make_files(directory), []
+    with progress.phase("killed rewards", chosen.kills * len(REWARD_RUNS)) as bar:
+        for kind, world in REWARD_RUNS:
+            others = judges_killed(work, kind, world, chosen.kills, bar.advance)
+            wrong += [f"rewards of {kind} on {world}: {others} runs"] if others else []
+    return wrong
+
+
+def kill_generators(chosen: argparse.Namespace, directory: Path, progress: Progress) -> list[str]:
+    """Generating processes beside one rank and two, killed at random; those that come to another end."""
+    directory.mkdir()
+    work, wrong = make_files(directory), []
+    with progress.phase("killed generators", chosen.kills * 2) as bar:
+        for world in (1, 2):
+            others = generators_killed(work, world, chosen.kills, bar.advance)
+            wrong += [f"generators beside {world}: {others} runs"] if others else []
+    return wrong
+
+
 def copy_to_mirrors(chosen: argparse.Namespace, directory: Path, progress: Progress) -> list[str]:
     """Faults of the machine and of the service at every moment of copying, and kills at random, before an empty machine goes on."""
     wrong = []
@@ -308,10 +340,19 @@ def _campaigns(chosen: argparse.Namespace, directory: Path, progress: Progress) 
             kill_runs,
             f"{chosen.kills} kills each of SFT and RL on 1 and 2 processes, of RL that draws ahead, and in a Megatron pipeline",
         ),
+        "rewards": (
+            kill_rewards,
+            f"{chosen.kills} kills each of reward processes of RL on 1 and 2 processes, and of RL that draws ahead with a critic",
+        ),
+        "generators": (
+            kill_generators,
+            f"{chosen.kills} kills each of the generating processes beside 1 and 2 ranks",
+        ),
     }
     for name, (campaign, what) in others.items():
         if name in chosen.only:
-            found = campaign(chosen, directory / "runs" if name == "runs" else directory, progress)
+            own = name in ("runs", "rewards", "generators")
+            found = campaign(chosen, directory / name if own else directory, progress)
             print(f"{what}: {len(found)} not as they have to be", flush=True)
             wrong += found
     print(f"{len(wrong)} wrong, {time.monotonic() - begun:.0f} s")

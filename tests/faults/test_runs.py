@@ -10,7 +10,7 @@ from functools import cache
 
 import pytest
 from checkpoints_for_tests import committed
-from killed_runs import AHEAD
+from killed_runs import AHEAD, REWARD_RUNS, generators_killed, judges_killed
 from training_files import At, Command, burnish, done, make_files, outcome
 
 KINDS = {
@@ -198,3 +198,17 @@ def test_stopped_while_a_reward_function_hangs(tmp_path, in_peace, number):
 def test_a_finished_run_stays_as_it_is(work, in_peace):
     before = in_peace("rl")
     assert outcome(done(work, *KINDS["rl"], "name=peace_rl")) == before
+
+
+@pytest.mark.parametrize(
+    ("kind", "world"),
+    [REWARD_RUNS[0], *(pytest.param(*each, marks=pytest.mark.nightly) for each in REWARD_RUNS[1:])],
+)
+def test_killed_while_they_compute_rewards_processes_leave_no_trace(work, kind, world):
+    assert judges_killed(work, kind, world, kills=3 if (kind, world) == REWARD_RUNS[0] else 12) == 0
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("world", [1, 2])
+def test_killed_generators_end_a_run_which_comes_to_the_same(work, world):
+    assert generators_killed(work, world, kills=4) == 0
