@@ -17,7 +17,7 @@ Message = dict[str, Any]
 Tools = list[dict[str, Any]]
 """JSON schemas of the functions that a conversation may call."""
 
-TOOL_COLUMNS = ("tools", "functions")
+_TOOL_COLUMNS = ("tools", "functions")
 """The functions that a row's conversation may call (TRL; OpenAI's first form)."""
 THOUGHTS = ("reasoning_content", "thinking", "reasoning", "thought", "thoughts")
 """Keys of an assistant's thoughts (Qwen and DeepSeek; gpt-oss; OpenRouter and vLLM; others)."""
@@ -72,9 +72,14 @@ def messages_of(
     return [_message(turn, f"message {i} of {name}", exact) for i, turn in enumerate(value)]
 
 
+def tool_column(row: Mapping[str, Any]) -> str:
+    """Return the column of a row's tools."""
+    return next((name for name in _TOOL_COLUMNS if row.get(name)), _TOOL_COLUMNS[0])
+
+
 def tools_of(row: Mapping[str, Any], name: str, exact: bool = False) -> Tools | None:
     """Read a row's tools: a list of JSON schemas, or its text. Raises `UsageError`."""
-    column = next((name for name in TOOL_COLUMNS if row.get(name)), TOOL_COLUMNS[0])
+    column = tool_column(row)
     value = row.get(column)
     if isinstance(value, str) and value.strip():
         try:
@@ -86,7 +91,7 @@ def tools_of(row: Mapping[str, Any], name: str, exact: bool = False) -> Tools | 
     if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
         raise _not_tools(column, name, value)
     tools = value if exact else [_cleaned(tool) for tool in value]
-    if column == TOOL_COLUMNS[0]:
+    if column == _TOOL_COLUMNS[0]:
         return tools
     return [
         each if "function" in each else {"type": "function", "function": each} for each in tools

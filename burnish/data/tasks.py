@@ -37,7 +37,7 @@ from burnish.data.columns import (
     value_at,
 )
 from burnish.data.loader import MEASURED, Difficulty
-from burnish.data.messages import TOOL_COLUMNS, Message, Tools, messages_of, tools_of
+from burnish.data.messages import Message, Tools, messages_of, tool_column, tools_of
 from burnish.data.sources import Rows
 from burnish.distributed.collectives import agree, any_rank, gather_objects
 from burnish.distributed.layout import Layout
@@ -114,7 +114,6 @@ class RowDataset(ItemSequence[Item]):
         self._told: set[str] = set()
         self._used: tuple[str, ...] = ()
         """The columns that are read."""
-        self._tool_columns = TOOL_COLUMNS if self._encoder.reads_tools else ()
 
     @abstractmethod
     def _measure(self, indices: range, rows: list[Row]) -> list[tuple[int, bytes]]:
@@ -233,6 +232,11 @@ class RowDataset(ItemSequence[Item]):
     def _messages(self, value: Any, name: str, role: str | None = None) -> list[Message]:
         return messages_of(value, name, role, self._exact)
 
+    def _beside(self, row: Row, *, targets: bool) -> Row:
+        """See `beside`."""
+        tools = [tool_column(row)] if self._encoder.reads_tools else []
+        return beside(row, (*self._used, *tools), targets=targets)
+
     def _opened(self, messages: list[Message], row: Row) -> list[Message]:
         """Put the row's own system message, or else `data.system_prompt`, before messages without one."""
         system = system_of(row) or self._data.system_prompt
@@ -313,7 +317,7 @@ class PromptDataset(RowDataset[Prompt]):
         setting = min(most, key=most.__getitem__, default="data.max_prompt_length")
         super().__init__(rows, tokenizer, data, most.get(setting), setting, layout)
         self._column = prompt_column(data, rows)
-        self._used = (self._column, *self._tool_columns, *scored)
+        self._used = (self._column, *scored)
         self._answer = answer_column(data, rows)
         if isinstance(prompt_at(rows[0], self._column), str):
             self._notice_raw(self._column)
@@ -375,7 +379,7 @@ class PromptDataset(RowDataset[Prompt]):
 
     def _prompt(self, index: int, row: Row) -> tuple[str, list[Message] | None]:
         value, name = prompt_at(row, self._column), self.rows.where(index)
-        others = beside(row, self._used, targets=False)
+        others = self._beside(row, targets=False)
         if isinstance(value, str) and self._data.string_prompts == "raw":
             self._require_no_chat_settings(name)
             self._encoder.unread.check_beside(others, None, name, value)
@@ -418,7 +422,7 @@ class ExampleDataset(RowDataset[Example]):
             rows, tokenizer, data, max_length, name, layout, eos_token_ids, strict=strict
         )
         self._kind, self._columns = example_format(data, rows)
-        self._used = (*self._columns, *self._tool_columns)
+        self._used = self._columns
         if self._kind == "pair" and all(
             isinstance(prompt_at(rows[0], n), str) for n in self._columns
         ):
@@ -426,7 +430,7 @@ class ExampleDataset(RowDataset[Example]):
         self._scan(progress)
 
     def _read(self, index: int, row: Row) -> Conversation | Text:
-        name, others = self.rows.where(index), beside(row, self._used, targets=True)
+        name, others = self.rows.where(index), self._beside(row, targets=True)
         if self._kind == "text":
             self._require_no_chat_settings(name)
             text = text_of(value_at(row, self._columns[0]), self._columns[0], name)

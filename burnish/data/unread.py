@@ -165,7 +165,7 @@ class UnreadWords:
         if tools and "tools" not in self.warnings and missing(list(_tool_words(tools)), text):
             self.note(
                 "tools",
-                f"the chat template leaves out words of 'tools' in {name}, and perhaps in others",
+                f"the chat template leaves out words of the row's 'tools' or 'functions' in {name}, and perhaps in others",
             )
 
     def note(self, key: str, sentence: str) -> None:

@@ -2,10 +2,12 @@ import json
 from types import SimpleNamespace
 
 import pytest
+from tokenizers import AddedToken
 from tokenizers_for_tests import CHATML, CHATML_MARKED, char_tokenizer, save_char_tokenizer
 from transformers import GenerationConfig
 
 from burnish.data.tokenizer import (
+    completion_decoder,
     end_of_turn_id,
     eos_token_ids,
     has_generation_marks,
@@ -185,3 +187,36 @@ def test_code_in_the_directory_is_not_run_unasked(tmp_path):
     (tmp_path / "mine.py").write_text("raise SystemExit('this ran')\n")
     with pytest.raises(UsageError, match=r"trust_remote_code"):
         load_tokenizer(path)
+
+
+ENDING = "</answer>"
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("7</answer>", "7</answer>"),
+        ("<|im_start|>7</answer>", "7</answer>"),
+        ("7</answer>\n", "7</answer>\n"),
+        ("7<|im_end|>", "7"),
+        ("", ""),
+        ("</answer>", "</answer>"),
+        ("7 8; ", "7 8; "),
+    ],
+)
+def test_rewards_see_a_stop_text_that_is_a_special_token(text, shown):
+    """Where it ends the completion; and no other special token."""
+    tokenizer = char_tokenizer()
+    tokenizer.add_tokens([AddedToken(ENDING, special=True, normalized=False)])
+    ids = tokenizer(text)["input_ids"]
+    stops = [";", ENDING, f"{ENDING}\n", "<|im_end|>"]
+    decode = completion_decoder(tokenizer, stops, [tokenizer.eos_token_id])
+    assert decode(ids) == shown
+    plain = completion_decoder(tokenizer, [";"], [tokenizer.eos_token_id])
+    assert plain(ids) == tokenizer.decode(ids, skip_special_tokens=True)
+
+
+def test_a_stop_text_of_several_tokens_keeps_its_special_one():
+    tokenizer = char_tokenizer()
+    decode = completion_decoder(tokenizer, ["<|im_start|>user"], [])
+    assert decode(tokenizer("<|im_start|>7<|im_start|>user")["input_ids"]) == "7<|im_start|>user"

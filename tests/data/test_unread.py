@@ -14,6 +14,7 @@ from tokenizers_for_tests import CHATML, CHATML_MARKED, char_tokenizer
 
 from burnish.config.schema import DataConfig
 from burnish.data.sources import load_rows
+from burnish.data.streaming import Stream, StreamLoader, open_rows
 from burnish.data.tasks import ExampleDataset, PromptDataset
 from burnish.distributed.layout import Layout
 from burnish.errors import UsageError
@@ -257,6 +258,31 @@ def test_nulls_of_parquet_are_no_words(tmp_path, caplog) -> None:
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
     example(load_rows([str(tmp_path / "rows.parquet")]))
     assert sorted("'name'" in each for each in caplog.messages if "row 0" in each) == [True]
+
+
+@pytest.mark.parametrize("kind", [ExampleDataset, PromptDataset])
+def test_streamed_rows_are_named_once_too(rows_of, tmp_path, caplog, kind) -> None:
+    row = {"messages": [user("a"), bot("b")]}
+    rows_of([row, row | {"context": "the passage"}, row | {"context": "another"}])
+    rows = open_rows([str(tmp_path / "data.jsonl")], "data.train", 10**6, seed=0, shuffle=False)
+    stream = Stream([kind(rows, char_tokenizer(), DataConfig())])
+    assert len(StreamLoader(stream, []).take(6)) == 6
+    assert ["'context'" in each for each in caplog.messages] == [True]
+
+
+def test_the_warnings_of_kept_lengths_are_said_again(
+    rows_of, tmp_path, monkeypatch, caplog
+) -> None:
+    monkeypatch.setenv("BURNISH_CACHE", str(tmp_path / "kept"))
+    monkeypatch.setattr("burnish.data.tasks.WORTH_KEEPING", 1)
+    rows = rows_of([{"messages": [user("a"), bot("b")], "context": "the passage", "system": "s"}])
+    example(rows)
+    first = [*caplog.messages]
+    caplog.clear()
+    monkeypatch.setattr(ExampleDataset, "_measure", None)  # nothing is tokenized again
+    example(rows)
+    assert caplog.messages == first
+    assert len(first) == 1
 
 
 def _warned_by_ranks(layout: Layout, path: str) -> list[str]:

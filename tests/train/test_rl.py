@@ -336,6 +336,21 @@ def test_a_stop_token_of_the_configuration_ends_completions(
         lay_foundation(RunConfig.model_validate({**RL, "rollout": rollout}))
 
 
+@pytest.mark.nightly
+def test_rewards_see_a_stop_text_that_is_a_special_token(
+    work: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(work)
+    rollout = {**RL["rollout"], "n": 16, "max_response_length": 40, "stop": ["<|im_start|>"]}
+    settings = {"name": "marked", "steps": 1, "rollout": rollout, "tracking": {"rollouts_every": 1}}
+    run_command("rl", RunConfig.model_validate({**RL, **settings}))
+    ended = [
+        row["completion"].endswith("<|im_start|>") for row in rollouts(work / "runs/marked", 1)
+    ]
+    assert any(ended)
+    assert not all(ended)
+
+
 def test_an_advantage_of_one_s_own_is_imported_once_and_before_the_model_is_loaded(
     work: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
