@@ -234,8 +234,8 @@ class RowDataset(ItemSequence[Item]):
 
     def _beside(self, row: Row, *, targets: bool) -> Row:
         """See `beside`."""
-        tools = [tool_column(row)] if self._encoder.reads_tools else []
-        return beside(row, (*self._used, *tools), targets=targets)
+        used = (*self._used, *([tool_column(row)] if self._encoder.reads_tools else ()))
+        return beside(row, used, targets=targets)
 
     def _opened(self, messages: list[Message], row: Row) -> list[Message]:
         """Put the row's own system message, or else `data.system_prompt`, before messages without one."""
