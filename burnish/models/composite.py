@@ -20,6 +20,7 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_MULTIMODAL_LM_MAPPING,
 )
 from transformers.utils import (
+    AUDIO_TOKENIZER_NAME,
     CHAT_TEMPLATE_FILE,
     FEATURE_EXTRACTOR_NAME,
     IMAGE_PROCESSOR_NAME,
@@ -45,6 +46,7 @@ _PROCESSOR_FILES = (
     IMAGE_PROCESSOR_NAME,
     VIDEO_PROCESSOR_NAME,
     FEATURE_EXTRACTOR_NAME,
+    AUDIO_TOKENIZER_NAME,
     LEGACY_PROCESSOR_CHAT_TEMPLATE_FILE,
 )
 """The files that make images, video and audio tensors. The tokenizer's own files are written anew."""
@@ -174,6 +176,13 @@ def module_like(model: PreTrainedModel, backbone: nn.Module) -> str:
     return found[0]
 
 
+def _aligned(given: object, written: Any) -> Any:
+    """Return a saved language model's value of a key; where the composite has several tokens, the others stay."""
+    if not isinstance(given, list) or isinstance(written, list):
+        return written
+    return [written, *(each for each in given if each != written)]
+
+
 def write_composite_assets(composite: Composite, directory: Path, dtype: torch.dtype) -> None:
     """Turn the files of a saved language model into the composite's: its config.json and its processor's files."""
     written = parse_object((directory / _CONFIG).read_bytes(), _CONFIG)
@@ -186,7 +195,7 @@ def write_composite_assets(composite: Composite, directory: Path, dtype: torch.d
     for part in parts:
         for key in (*_SPECIAL_TOKENS, _TIE):
             if key in written and (key in part or part is not values):
-                part[key] = written[key]
+                part[key] = _aligned(part.get(key), written[key])
         if held := [key for key in _DTYPES if key in part]:
             part |= dict.fromkeys(held, str(dtype).partition(".")[2])
     if getattr(whole, _TIE, written.get(_TIE)) != written.get(_TIE):

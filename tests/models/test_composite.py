@@ -7,14 +7,20 @@ import pytest
 import torch
 from composites_for_tests import KINDS, save_composite
 from safetensors.torch import load_file, save_file
+from tokenizers_for_tests import char_tokenizer
 from transformers import AutoModelForImageTextToText
 from transformers.models.llava.modeling_llava import LlavaForConditionalGeneration
 
 from burnish.check.composite_proof import prove_composite
 from burnish.config.schema import ModelConfig
 from burnish.errors import IncompatibleError
-from burnish.models.composite import language_modules
-from burnish.models.loading import composite_of, read_model_config, weights_source
+from burnish.models.composite import language_modules, write_composite_assets
+from burnish.models.loading import (
+    composite_of,
+    read_model_config,
+    save_model_assets,
+    weights_source,
+)
 from burnish.models.meta_init import build_on_meta, materialize
 from burnish.models.names import model_shards
 
@@ -121,6 +127,29 @@ def test_a_language_model_alone_has_nothing_around_it(tmp_path):
     (alone / "config.json").write_text(json.dumps(text.to_dict()))
     assert composite_of(str(alone), text) is None
     assert composite_of(None, text) is None
+
+
+def test_a_saved_config_is_the_composites_with_the_tokenizers_tokens(tmp_path):
+    whole, out = tmp_path / "whole", tmp_path / "out"
+    save_composite(whole, "gemma3")
+    given = json.loads((whole / "config.json").read_text())
+    given |= {"eos_token_id": [77, 2], "torch_dtype": "float32", "made_by": "somebody"}
+    given["vision_config"]["dtype"] = "float32"
+    (whole / "config.json").write_text(json.dumps(given))
+    (whole / "chat_template.json").write_text(json.dumps({"chat_template": "{{ x }}"}))
+    model, composite = taken_out(whole)
+    tokenizer = char_tokenizer()
+    save_model_assets(model.config, tokenizer, out, torch.bfloat16)
+    write_composite_assets(composite, out, torch.bfloat16)
+    found = json.loads((out / "config.json").read_text())
+    end = tokenizer.eos_token_id
+    assert found["eos_token_id"] == [end, *(each for each in (77, 2) if each != end)]
+    assert found["text_config"]["eos_token_id"] == end
+    assert found["torch_dtype"] == found["dtype"] == "bfloat16"
+    for key in ("architectures", "model_type", "made_by", "vision_config", "image_token_index"):
+        assert found.get(key) == given.get(key)
+    for name in ("preprocessor_config.json", "processor_config.json", "chat_template.json"):
+        assert (out / name).read_bytes() == (whole / name).read_bytes()
 
 
 @pytest.mark.parametrize("kind", KINDS)

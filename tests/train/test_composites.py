@@ -195,3 +195,66 @@ def test_an_export_changes_the_dtype_of_the_language_model_alone(tmp_path, dtype
         {"bf16": "torch.bfloat16", "fp16": "torch.float16", "fp32": "torch.float32"}[dtype]
     }
     AutoModelForImageTextToText.from_pretrained(out)
+
+
+@pytest.mark.nightly
+def test_a_mirror_holds_the_whole_model_and_a_run_comes_back_from_it(tmp_path):
+    make_files(tmp_path)
+    whole, far = tmp_path / "whole", f"checkpoint.mirror=file://{tmp_path}/far"
+    save_composite(whole, "gemma4")
+    given = settings(tmp_path, SFT, optim={"lr": 0.01}, checkpoint={"model_dtype": "bf16"})
+    run = done(tmp_path, "sft", given, far)
+    before = raw(newest(run) / "model")
+    assert raw(tmp_path / "far" / "run" / "checkpoints" / "step-00000002" / "model") == before
+    shutil.rmtree(run)
+    again = newest(done(tmp_path, "sft", given, far, "steps=3", world=2))
+    assert again.name == "step-00000003"
+    assert rest(again / "model") == rest(whole)
+    assert raw(again / "model") != before
+    assert list(verify(tmp_path / "far" / "run" / "checkpoints" / again.name)) == []
+
+
+@pytest.mark.nightly
+def test_a_critic_is_the_language_model_alone_and_another_process_generates(tmp_path):
+    make_files(tmp_path)
+    whole = tmp_path / "whole"
+    save_composite(whole, "mistral3")
+    given = settings(
+        tmp_path,
+        RL,
+        optim={"lr": 0.01},
+        critic={"lr": 0.01},
+        algorithm={"advantage": "gae"},
+        rollout={**RL["rollout"], "place": "child"},
+    )
+    run = done(tmp_path, "rl", given)
+    assert rest(newest(run) / "model") == rest(whole)
+    critic = raw(newest(run) / "critic" / "model")
+    assert all(
+        name.startswith(("model.layers.", "model.embed", "model.norm", "score.")) for name in critic
+    )
+    again = newest(done(tmp_path, "rl", given, "steps=3"))
+    assert again.name == "step-00000003"
+    assert list(verify(again)) == []
+    code, _ = burnish(tmp_path, "ckpt", "diff", str(again), str(again))
+    assert code == 0
+
+
+@pytest.mark.nightly
+def test_a_changed_copy_of_the_kept_tensors_is_saved_by_no_step(tmp_path):
+    make_files(tmp_path)
+    whole = tmp_path / "whole"
+    save_composite(whole, "llava")
+    command = Command(tmp_path, ["sft", settings(tmp_path, SFT), "steps=40"])
+    assert command.reached(2)
+    kept = tmp_path / "runs" / "run" / "kept.safetensors"
+    with kept.open("r+b") as file:
+        file.seek(-1, 2)
+        last = file.read(1)
+        file.seek(-1, 2)
+        file.write(bytes([last[0] ^ 1]))
+    assert command.wait() != 0
+    for step in committed(tmp_path / "runs" / "run" / "checkpoints"):
+        assert rest(step.path / "model") == rest(whole)
+    assert done(tmp_path, "sft", settings(tmp_path, SFT), "steps=40")
+    assert raw(newest(tmp_path / "runs" / "run") / "model") == raw(whole)
