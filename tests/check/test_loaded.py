@@ -55,11 +55,12 @@ def prove(
     damage: tuple[str, float] | None = None,
     precision: str = "fp32",
     lora: LoraConfig | None = None,
+    **parallel: int,
 ) -> None:
     """Load and compare, as a run does."""
     model = ModelConfig(path=str(directory))
     hf_config = read_model_config(model)
-    settings = EngineConfig(precision=precision)
+    settings = EngineConfig(precision=precision, **parallel)
     device = torch.device("cpu")
     engine = make_engine(
         hf_config, settings, OptimConfig(), layout=layout, device=device, lora=lora
@@ -131,6 +132,19 @@ def test_ranks_refuse_together(tmp_path: Path) -> None:
     with pytest.raises(RankFailed) as caught:
         run_ranks(prove, 2, tmp_path, ("model.layers.1.mlp.down_proj.weight", -1.0))
     assert set(caught.value.failures) == {0, 1}
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("how", ["sequence_parallel", "tensor_parallel", "replicas"])
+def test_ranks_that_share_a_sequence_or_matrices_are_compared(tmp_path: Path, how: str) -> None:
+    save_tiny(tmp_path, "llama", torch.float32)
+    run_ranks(_proved, 2, tmp_path, how, None)
+    with pytest.raises(RankFailed):
+        run_ranks(_proved, 2, tmp_path, how, ("lm_head.weight", 1.01))
+
+
+def _proved(layout: Layout, path: Path, how: str, damage: tuple[str, float] | None) -> None:
+    prove(layout, path, damage, **{how: 2})
 
 
 def test_large_models_and_those_that_transformers_cannot_load_are_said_to_be_skipped(
