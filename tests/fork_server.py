@@ -273,6 +273,7 @@ class Server:
             os.dup2(each, number)
             os.close(each)
         signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup ignores it for the tests
         os.environ.clear()
         os.environ.update(request.environ)
         sys.path[:] = request.path

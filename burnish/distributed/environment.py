@@ -22,6 +22,9 @@ from burnish.errors import UsageError
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 """The signals that ask a run to save and end. The run's helper processes ignore them."""
 
+MAY_BE_IGNORED = (signal.SIGHUP, signal.SIGINT)
+"""Signals that stay ignored if they are at the start: nohup ignores SIGHUP, and a shell's script SIGINT for jobs in the background."""
+
 AFTER_SAVE = signal.SIGUSR2
 """The signal that asks a run to end once its next regular save is committed."""
 
@@ -68,13 +71,18 @@ def place_of(environ: Mapping[str, str]) -> Place:
     return place
 
 
+def ignored() -> list[signal.Signals]:
+    """Return the signals of `MAY_BE_IGNORED` that this process was started to ignore."""
+    return [each for each in MAY_BE_IGNORED if signal.getsignal(each) is signal.SIG_IGN]
+
+
 @contextmanager
 def handling(
     numbers: Iterable[int], handle: Callable[[int, FrameType | None], None]
 ) -> Iterator[None]:
-    """Handle signals inside the block, except a SIGHUP that nohup ignores."""
-    kept = signal.SIGHUP if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else None
-    former = {number: signal.signal(number, handle) for number in numbers if number != kept}
+    """Handle signals inside the block, except `ignored` ones."""
+    kept = ignored()
+    former = {number: signal.signal(number, handle) for number in numbers if number not in kept}
     try:
         yield
     finally:

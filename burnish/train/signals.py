@@ -1,11 +1,13 @@
 """Turn signals into a flag that training checks where it can stop cleanly.
 
 A second SIGINT or SIGTERM ends the process at once. A second SIGHUP does not, because a closing terminal may send two. Slurm's
---signal mostly sends SIGUSR1. `AFTER_SAVE` lets the run go on until its next regular save.
+--signal mostly sends SIGUSR1. `AFTER_SAVE` lets the run go on until its next regular save. A signal that the process was started to
+ignore, as nohup does with SIGHUP, stays ignored.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import threading
@@ -14,12 +16,14 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 
 from burnish.distributed.collectives import any_rank, gather_objects
-from burnish.distributed.environment import AFTER_SAVE, STOPPING, handling
+from burnish.distributed.environment import AFTER_SAVE, STOPPING, handling, ignored
 from burnish.distributed.layout import Layout
 from burnish.tracking.progress import leave_lost_terminal
 
 _INSISTING = (signal.SIGINT, signal.SIGTERM)
 _HEARD = "{name}: stopping at the next point where nothing is lost; another SIGINT or SIGTERM stops at once\n"
+
+_log = logging.getLogger("burnish")
 
 
 class StopRequested(Exception):
@@ -85,5 +89,13 @@ def catch_signals(layout: Layout | None = None) -> Iterator[Stopper]:
     """Let signals set a flag of the yielded stopper inside the block; only the main thread can."""
     stopper = Stopper(layout)
     is_main = threading.current_thread() is threading.main_thread()
+    if is_main and stopper._layout.is_main and (kept := ignored()):
+        names = " and ".join(number.name for number in kept)
+        what = (
+            "a closed terminal does not stop" if signal.SIGHUP in kept else "Ctrl-C does not stop"
+        )
+        _log.info(
+            "%s was ignored at the start and stays so: %s this process, SIGTERM does", names, what
+        )
     with handling((*STOPPING, AFTER_SAVE) if is_main else (), stopper._handle):
         yield stopper

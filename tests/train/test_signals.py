@@ -2,16 +2,34 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
+from fork_server import with_given_path
 from ranks import run_ranks
+from training_files import make_files
 
 from burnish.distributed.environment import AFTER_SAVE
 from burnish.distributed.layout import Layout
 from burnish.train.signals import StopRequested, catch_signals
+
+
+@pytest.fixture(autouse=True)
+def as_started_in_a_terminal() -> Iterator[None]:
+    """The tests themselves may run under nohup or in the background, which ignore signals."""
+    usual = {signal.SIGHUP: signal.SIG_DFL, signal.SIGINT: signal.default_int_handler}
+    before = {number: signal.signal(number, handler) for number, handler in usual.items()}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 @pytest.mark.parametrize("silent", [False, True])
@@ -45,14 +63,45 @@ def test_what_comes_again_with_a_closed_terminal_ends_nothing() -> None:
     assert stopper.received == signal.SIGHUP
 
 
-def test_nohup_is_respected() -> None:
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    try:
-        with catch_signals() as stopper:
-            os.kill(os.getpid(), signal.SIGHUP)
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGINT])
+def test_what_is_ignored_at_the_start_stays_so_and_is_named_once(
+    number: signal.Signals, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As nohup and a script's background jobs have it. Programs that are started inherit it."""
+    caplog.set_level(logging.INFO)
+    signal.signal(number, signal.SIG_IGN)
+    asked = f"import signal; print(signal.getsignal({int(number)}) is signal.SIG_IGN)"
+    with catch_signals(Layout(rank=1, world=2)), catch_signals() as stopper:
+        os.kill(os.getpid(), number)
+        found = subprocess.run([sys.executable, "-c", asked], stdout=subprocess.PIPE, check=True)
         assert stopper.received is None
-    finally:
-        signal.signal(signal.SIGHUP, before)
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert stopper.received == signal.SIGTERM
+    assert found.stdout == b"True\n"
+    assert [number.name in each.message for each in caplog.records] == [True]
+    assert signal.getsignal(number) is signal.SIG_IGN
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("more", [(), ("--processes", "2")])
+def test_a_run_under_nohup_goes_on_whenever_the_terminal_closes(
+    tmp_path: Path, more: tuple[str, ...]
+) -> None:
+    root = make_files(tmp_path)
+    command = ["nohup", sys.executable, "-m", "burnish", "sft", "sft.yaml", *more]
+    path = with_given_path(Path(__file__).parents[2])
+    environ = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    output = root / "output.txt"
+    with output.open("w") as log:
+        run = subprocess.Popen(
+            command, cwd=root, env=environ, stdout=log, stderr=log, start_new_session=True
+        )
+    while run.poll() is None:
+        if output.stat().st_size:  # nohup has begun
+            os.killpg(run.pid, signal.SIGHUP)
+        time.sleep(0.05)
+    assert run.returncode == 0, output.read_text()
+    assert output.read_text().count("SIGHUP") == 1
 
 
 def test_a_thread_beside_the_main_one_catches_no_signals() -> None:
