@@ -26,7 +26,7 @@ from burnish.engines.base import Engine, Part
 from burnish.errors import IncompatibleError
 from burnish.files.strict_json import parse_object
 from burnish.models.flops import ModelFlops
-from burnish.models.meta_init import has_own_code, has_value_head, position_limit
+from burnish.models.meta_init import has_own_code, has_value_head, longest_sequence
 from burnish.models.names import model_shards
 from burnish.records import Example
 
@@ -111,8 +111,7 @@ def _example(hf_config: PretrainedConfig, directory: Path) -> Example:
     It lacks tokens with a meaning: some families zero the padding token's embedding on loading, or expect an image.
     """
     text = hf_config.get_text_config()
-    limits = (getattr(text, "max_position_embeddings", None), position_limit(hf_config), _TOKENS)
-    count = max(2, min(limit for limit in limits if limit and limit > 0))
+    count = max(2, min(longest_sequence(hf_config) or _TOKENS, _TOKENS))
     fields = parse_object((directory / "config.json").read_bytes(), f"{directory}/config.json")
     special = [value for name, value in fields.items() if re.search("token_(id|index)$", name)]
     special.append(getattr(text, "pad_token_id", None))

@@ -48,7 +48,7 @@ from burnish.engines.base import Engine
 from burnish.engines.factory import make_engine
 from burnish.errors import IncompatibleError, refusing
 from burnish.models.kernels.attention import PackedLayout, Softmax
-from burnish.models.meta_init import build_on_meta, model_sizes, plain_model, position_limit
+from burnish.models.meta_init import build_on_meta, longest_sequence, model_sizes, plain_model
 from burnish.models.names import model_shards
 from burnish.records import Completion, Example, MicroBatch, Request, TokenIds, TokenOutputs
 from burnish.rollout.base import Sampling
@@ -205,7 +205,7 @@ def _material(
 def _examples(hf_config: PretrainedConfig) -> list[Example]:
     """Return samples of one prompt, one beginning another, and unrelated sequences."""
     rng, text = np.random.default_rng(_SEED), hf_config.get_text_config()
-    most = min(_positions(hf_config), LONGEST)
+    most = min(longest_sequence(hf_config) or LONGEST, LONGEST)
 
     def draw(count: int) -> TokenIds:
         return rng.integers(0, text.vocab_size, count)
@@ -219,12 +219,6 @@ def _examples(hf_config: PretrainedConfig) -> list[Example]:
         for ids, first in zip(samples + alone, firsts, strict=True)
     ]
     return [Example(ids, np.arange(len(ids)) >= first) for ids, first in cut]
-
-
-def _positions(hf_config: PretrainedConfig) -> int:
-    text = hf_config.get_text_config()
-    limits = (getattr(text, "max_position_embeddings", None), position_limit(hf_config))
-    return min((limit for limit in limits if limit and limit > 0), default=sys.maxsize)
 
 
 def _mean_output(outputs: TokenOutputs, micro: MicroBatch) -> tuple[Tensor, Stats]:
@@ -245,7 +239,7 @@ def _of_packing(given: Material, device: torch.device) -> list[Difference]:
 def _of_generation(given: Material, device: torch.device) -> list[Difference]:
     """Compare log-probs of greedy tokens, and check that each token is the likeliest."""
     model = eager_model(given)
-    room = min(_PROMPT, _positions(given.hf_config) - _NEW)
+    room = min(_PROMPT, (longest_sequence(given.hf_config) or sys.maxsize) - _NEW)
     prompts = [example.token_ids[:room] for example in given.examples[2:] if room > 0]
     generator, _ = _generator(given, device)
     requests = [Request(key, prompt, 2 if key == 0 else 1) for key, prompt in enumerate(prompts)]

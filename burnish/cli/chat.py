@@ -19,6 +19,7 @@ from burnish.data.chat import ChatEncoder
 from burnish.data.tokenizer import completion_decoder
 from burnish.distributed.layout import Layout
 from burnish.distributed.processes import launch
+from burnish.models.meta_init import longest_sequence
 from burnish.records import Request
 from burnish.rollout.builtin.generator import BuiltinGenerator
 from burnish.tracking.progress import Progress
@@ -65,7 +66,7 @@ def _converse(foundation: Foundation, generator: BuiltinGenerator) -> None:
     tokenizer, config = foundation.tokenizer, foundation.config
     encoder = ChatEncoder(tokenizer, config.data)
     decode = completion_decoder(tokenizer, config.rollout.stop, foundation.eos_token_ids)
-    positions = getattr(foundation.hf_config, "max_position_embeddings", None)
+    positions = longest_sequence(foundation.hf_config)
     system = config.data.system_prompt
     has_place = system is not None and tokenizer.chat_template
     opening = [{"role": "system", "content": str(system)}] if has_place else []

@@ -130,6 +130,8 @@ class RowDataset(ItemSequence[Item]):
             self.digest = self.rows.digest
             return
         total, limit, setting = len(self.rows), self.limit, self._setting
+        # A limit of the model is named in words, and nobody can raise it.
+        do = "shorten the rows" if setting.startswith("the ") else f"raise {setting}"
         lengths, self.digest, warnings = self._lengths(progress or Progress(enabled=False))
         for warning in warnings:
             logger.warning("%s", warning)
@@ -140,7 +142,7 @@ class RowDataset(ItemSequence[Item]):
                 f"{self.rows.where(index)} is too long",
                 have=f"at least {lengths[index]} tokens; {over.sum()} of {total} rows are over the limit",
                 want=f"at most {limit} ({setting})",
-                do=f"raise {setting}, or set data.overlong=drop",
+                do=f"{do}, or set data.overlong=drop",
             )
         self.dropped_overlong = int(over.sum())
         self.dropped_untrained = int((lengths == 0).sum())
@@ -151,7 +153,7 @@ class RowDataset(ItemSequence[Item]):
                 f"no row of {', '.join(self.rows.files[:2])} can be used",
                 have=f"{total} rows: {self.dropped_overlong} over {setting}={limit}, {self.dropped_untrained} with nothing to train on, such as a message of the role assistant",
                 want="at least one row that is left",
-                do=f"raise {setting}, or correct the data",
+                do=f"{do}, or correct the data",
             )
         if self.dropped_overlong:
             found = self.dropped_overlong, total, setting, limit
@@ -415,11 +417,14 @@ class ExampleDataset(RowDataset[Example]):
         eos_token_ids: Sequence[int] = (),
         *,
         strict: bool = False,
+        limit_name: str = "data.max_length",
     ) -> None:
-        """See `PromptDataset`; `eos_token_ids` end the model's completions. `strict`: see `ChatEncoder`. Collective."""
-        name = "data.max_length"
+        """See `PromptDataset`; `eos_token_ids` end the model's completions. `strict`: see `ChatEncoder`. Collective.
+
+        `limit_name` names `max_length` in messages.
+        """
         super().__init__(
-            rows, tokenizer, data, max_length, name, layout, eos_token_ids, strict=strict
+            rows, tokenizer, data, max_length, limit_name, layout, eos_token_ids, strict=strict
         )
         self._kind, self._columns = example_format(data, rows)
         self._used = self._columns

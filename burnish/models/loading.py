@@ -12,7 +12,8 @@ import os
 import re
 import shutil
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -75,6 +76,21 @@ _CONSTANTS = re.compile(r"(^|\.)(inv_freq|position_ids|masked_bias)$")
 _log = logging.getLogger(__name__)
 
 
+@contextmanager
+def _without_advice() -> Iterator[None]:
+    """Hide what transformers advises the author of a longrope model: whoever trains it keeps config.json as it is."""
+
+    def is_for_users(record: logging.LogRecord) -> bool:
+        return "to determine a scaling factor" not in record.getMessage()
+
+    logger = logging.getLogger("transformers.modeling_rope_utils")
+    logger.addFilter(is_for_users)
+    try:
+        yield
+    finally:
+        logger.removeFilter(is_for_users)
+
+
 def read_model_config(config: ModelConfig) -> PretrainedConfig:
     """Return the configuration of the directory `config.path`, or of the new model `config.fresh`.
 
@@ -92,11 +108,14 @@ def read_model_config(config: ModelConfig) -> PretrainedConfig:
             want="a directory with config.json and *.safetensors",
             do="set model.path to one",
         )
-    with refusing(  # no JSON, an unknown model_type, code without consent, and any wrong value
-        f"{directory / 'config.json'} is not a configuration that transformers takes",
-        want="JSON with a model_type that the installed transformers knows",
-        do="correct model.path or the file; for a model with code of its own, read that code and "
-        "set model.trust_remote_code=true",
+    with (
+        _without_advice(),
+        refusing(  # no JSON, an unknown model_type, code without consent, and any wrong value
+            f"{directory / 'config.json'} is not a configuration that transformers takes",
+            want="JSON with a model_type that the installed transformers knows",
+            do="correct model.path or the file; for a model with code of its own, read that code and "
+            "set model.trust_remote_code=true",
+        ),
     ):
         found = AutoConfig.from_pretrained(
             directory, trust_remote_code=config.trust_remote_code, local_files_only=True

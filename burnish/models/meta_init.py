@@ -96,26 +96,38 @@ def model_sizes(config: PretrainedConfig) -> ModelSizes:
     return ModelSizes.of(fields)
 
 
-def position_limit(config: PretrainedConfig) -> int | None:
-    """Return the longest sequence, in tokens, that leaves others in its pass unchanged.
+def rotary_limits(config: PretrainedConfig) -> dict[str, int]:
+    """Return the most tokens of a sequence that leaves others in its pass unchanged, by a name for messages.
 
-    A longer one changes the rotary frequencies of "longrope" and "dynamic".
+    A longer one changes the rotary frequencies of "longrope" and "dynamic". Other kinds have no such limit.
     """
     text = config.get_text_config()
     rope = getattr(text, "rope_parameters", None) or {}
-    kinds = [each for each in (rope, *rope.values()) if isinstance(each, Mapping)]
-    limits = [
-        each.get("original_max_position_embeddings") or text.max_position_embeddings
-        for each in kinds
-        if each.get("rope_type") in ("dynamic", "longrope")
-    ]
-    return min(limits, default=None)
+    limits: dict[str, int] = {}
+    for each in (rope, *rope.values()):
+        kind = each.get("rope_type") if isinstance(each, Mapping) else None
+        if kind in ("dynamic", "longrope"):
+            most = each.get("original_max_position_embeddings") or text.max_position_embeddings
+            name = f"the original length of the model's rope_type {kind}"
+            limits[name] = min(most, limits.get(name, most))
+    return limits
+
+
+def position_limit(config: PretrainedConfig) -> int | None:
+    """Return the least of `rotary_limits`."""
+    return min(rotary_limits(config).values(), default=None)
+
+
+def length_limits(config: PretrainedConfig) -> dict[str, int]:
+    """Return the most tokens of a generated sequence, by a name for messages."""
+    most = getattr(config.get_text_config(), "max_position_embeddings", None)
+    limits = {"the model's max_position_embeddings": most} if most and most > 0 else {}
+    return limits | rotary_limits(config)
 
 
 def longest_sequence(config: PretrainedConfig) -> int | None:
-    """Return the limit on tokens of a generated sequence."""
-    limits = (getattr(config, "max_position_embeddings", None), position_limit(config))
-    return min(filter(None, limits), default=None)
+    """Return the least of `length_limits`."""
+    return min(length_limits(config).values(), default=None)
 
 
 def kept_in_fp32(config: PretrainedConfig, names: Iterable[str]) -> frozenset[str]:

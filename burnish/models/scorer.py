@@ -62,7 +62,7 @@ class Scorer(nn.Module):
             raise IncompatibleError(
                 "a sequence is too long to be packed with others",
                 have=f"{longest} tokens",
-                want=f"at most {self._position_limit}: a longer one changes rotary positions of the others (rope_type longrope, dynamic)",
+                want=f"at most {self._position_limit}, the original length of the model's rope_type: a longer one changes the positions of the others",
                 do="lower data.max_length, or data.max_prompt_length and rollout.max_response_length",
             )
         if routing is not None and not self._has_hooks:

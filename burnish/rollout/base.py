@@ -96,7 +96,7 @@ def require_valid(
             raise UsageError(
                 f"prompt {request.prompt_key} and its completion may exceed the model's positions",
                 have=f"{length} prompt tokens + {sampling.max_tokens} new ones",
-                want=f"at most {max_positions} (max_position_embeddings)",
+                want=f"at most {max_positions}, the model's longest sequence",
                 do="lower max_prompt_length or max_response_length",
             )
 

@@ -30,7 +30,7 @@ from burnish.engines.factory import make_engine
 from burnish.errors import IncompatibleError
 from burnish.models.flops import ModelFlops
 from burnish.models.loading import read_model_config, require_embeddings, weights_source
-from burnish.models.meta_init import count_flops, has_value_head
+from burnish.models.meta_init import count_flops, has_value_head, longest_sequence
 from burnish.records import Example, RewardCall, Rollout, TokenIds
 from burnish.records.rollout_table import Column, RolloutTable
 from burnish.train.collect import Judge
@@ -89,7 +89,7 @@ def load_judge(foundation: Foundation, policy: Engine | None) -> Judge:
         )
         beside = beside or engine
         engine.load(weights, Part.WEIGHTS)
-        positions = getattr(hf_config, "max_position_embeddings", None) or sys.maxsize
+        positions = longest_sequence(hf_config) or sys.maxsize
         encoder, flops = ChatEncoder(tokenizer), count_flops(hf_config)
         prove_loaded(engine, weights, hf_config, flops, config.engine)
         models.append(_RewardModel(name, settings.weight, engine, encoder, flops, positions))

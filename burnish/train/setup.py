@@ -44,7 +44,13 @@ from burnish.models.loading import (
     save_model_assets,
     weights_source,
 )
-from burnish.models.meta_init import count_flops, has_value_head, kept_in_fp32
+from burnish.models.meta_init import (
+    count_flops,
+    has_value_head,
+    kept_in_fp32,
+    length_limits,
+    rotary_limits,
+)
 from burnish.records.seeds import derive_seed
 from burnish.rewards.overview import RewardFailures
 from burnish.rewards.pool import RewardPool
@@ -306,16 +312,14 @@ def _prompt_limits(foundation: Foundation) -> dict[str, int]:
     """Return the most tokens of a prompt, by the limit's name. Raises `UsageError` if a completion leaves no room."""
     response = foundation.config.rollout.max_response_length
     budgets = {"batch.tokens_per_device": foundation.config.microbatch_tokens}
-    positions = getattr(foundation.hf_config, "max_position_embeddings", None)
-    if positions is not None:
-        budgets["the model's max_position_embeddings"] = positions
+    budgets |= length_limits(foundation.hf_config)
     for name, most in budgets.items():
         if response >= most:
             raise UsageError(
                 "rollout.max_response_length leaves no room for a prompt",
                 have=f"{response} of {name}: {most}",
                 want=f"less than {most}",
-                do=f"lower rollout.max_response_length, or raise {name}",
+                do=f"lower rollout.max_response_length{f', or raise {name}' if name.startswith('batch') else ''}",
             )
     return {f"{name} - rollout.max_response_length": n - response for name, n in budgets.items()}
 
@@ -378,10 +382,14 @@ def example_dataset(
     """Read the SFT examples in `paths`, or their `first` rows. Collective."""
     data, budget = foundation.config.data, foundation.config.microbatch_tokens
     rows = _rows(foundation, paths, setting, progress).first(first)
-    limit = min(data.max_length or budget, budget)
+    limits = {"data.max_length": min(data.max_length or budget, budget)}
+    limits |= rotary_limits(foundation.hf_config)
+    name = min(limits, key=limits.__getitem__)
     tokenizer, layout = foundation.tokenizer, foundation.layout
     ends = foundation.eos_token_ids
-    return ExampleDataset(rows, tokenizer, data, limit, progress, layout, ends, strict=True)
+    return ExampleDataset(
+        rows, tokenizer, data, limits[name], progress, layout, ends, strict=True, limit_name=name
+    )
 
 
 def make_engine(

@@ -89,6 +89,36 @@ def test_a_dry_run_sees_a_completion_that_is_as_long_as_the_model(
     assert "max_position_embeddings: 32" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("kind", ["longrope", "dynamic", "yarn"])
+def test_a_sequence_beyond_the_original_length_of_its_positions_is_refused_before_weights(
+    work: Path, capsys: pytest.CaptureFixture[str], kind: str
+) -> None:
+    """RL and evaluation refuse the completion, SFT the examples; yarn has no such limit."""
+    path = work / "tiny/config.json"
+    config = json.loads(path.read_text())
+    half = config["head_dim"] // 2
+    rope = {
+        "rope_type": kind,
+        "rope_theta": 1e4,
+        "factor": 2.0,
+        "original_max_position_embeddings": 16,
+    }
+    if kind == "longrope":
+        rope |= {"short_factor": [1.0] * half, "long_factor": [2.0] * half}
+    if kind == "dynamic":
+        config["max_position_embeddings"] = rope.pop("original_max_position_embeddings")
+    path.write_text(json.dumps(config | {"rope_parameters": rope}))
+    rows = [{"prompt": "a" * length, "completion": "b"} for length in (3, 30)]
+    (work / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    code = 0 if kind == "yarn" else 2
+    given = ["c.yaml", "batch.tokens_per_device=64"]
+    assert main(["rl", *given, "--dry-run", "rollout.max_response_length=16"]) == code
+    assert (kind in capsys.readouterr().err) == (kind == "longrope")
+    given += ["data.train=pairs.jsonl", "data.validation=[]", "evaluation.every=0"]
+    assert main(["sft", *given, "--dry-run", "data.overlong=error"]) == code
+    assert (kind in capsys.readouterr().err) == (code == 2)
+
+
 def test_what_is_evaluated_may_be_a_run_or_a_file(
     work: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

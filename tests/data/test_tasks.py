@@ -12,6 +12,7 @@ import pytest
 from chat_templates import GLM, GLM_MARKED, HYBRID, tokenizer_of
 from ranks import RankFailed, run_ranks
 from tokenizers_for_tests import CHATML, CHATML_MARKED, char_tokenizer
+from transformers import PretrainedConfig
 
 from burnish.config.schema import DataConfig, RunConfig
 from burnish.data import tasks
@@ -653,7 +654,11 @@ def test_supervised_runs_know_what_ends_the_model_s_completions(rows_of, monkeyp
     lengths = []
     for eos in ((), (end,)):
         foundation = SimpleNamespace(
-            config=RunConfig(), tokenizer=tokenizer, layout=Layout(), eos_token_ids=eos
+            config=RunConfig(),
+            tokenizer=tokenizer,
+            layout=Layout(),
+            eos_token_ids=eos,
+            hf_config=PretrainedConfig(),
         )
         data = example_dataset(foundation, [], "data.train")
         lengths += data.lengths.tolist()
