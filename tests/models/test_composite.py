@@ -12,6 +12,7 @@ from transformers import AutoModelForImageTextToText
 from transformers.models.llava.modeling_llava import LlavaForConditionalGeneration
 
 from burnish.check.composite_proof import prove_composite
+from burnish.checkpoint.tools.import_pickled import pickled
 from burnish.config.schema import ModelConfig
 from burnish.errors import IncompatibleError
 from burnish.models.composite import language_modules, write_composite_assets
@@ -92,6 +93,12 @@ def test_a_tensor_that_the_language_model_does_not_know_is_named_and_kept(tmp_pa
     assert composite.strays == {name}
     assert "layers.7" in caplog.text
     assert "mtp" not in caplog.text
+
+
+def test_a_pickled_checkpoint_without_towers_is_not_imported_as_a_composite(tmp_path):
+    save_composite(tmp_path, "mistral3")
+    with pytest.raises(IncompatibleError):
+        pickled("dcp", tmp_path / "pickles", tmp_path)
 
 
 def test_two_language_models_are_refused(tmp_path):

@@ -27,13 +27,14 @@ from transformers import PreTrainedModel
 from burnish.boxes.box import Box
 from burnish.boxes.shards import Shard, TensorSpec
 from burnish.checkpoint.tools import sandbox
-from burnish.checkpoint.tools.assets import read_assets
+from burnish.checkpoint.tools.assets import CONFIG, read_assets
 from burnish.checkpoint.tools.importing import Foreign, mapped_tensors
 from burnish.checkpoint.tools.unpickle import known_part, without_numbers
 from burnish.config.schema import ModelConfig
 from burnish.errors import CorruptError, IncompatibleError, MissingError, UsageError, few
 from burnish.families import ModelSizes
 from burnish.files.strict_json import parse_json
+from burnish.models.composite import language_within
 from burnish.models.loading import read_model_config
 from burnish.models.megatron_names import IN_LAYER, OUTSIDE_LAYERS, Seat, regions_of
 from burnish.models.meta_init import build_on_meta, model_sizes
@@ -97,12 +98,20 @@ def guarded_by(version: int, *, seccomp: bool) -> str:
 def pickled(kind: str, source: Path, assets: Path, *, without_sandbox: bool = False) -> Foreign:
     """Return the model of a directory of this `pickled_kind`; `Foreign.weights` unpickles its weights.
 
-    `assets` is a directory with config.json. Raises `UsageError` without Landlock, unless `without_sandbox`, and `MissingError`
-    for missing files.
+    `assets` is a directory with config.json. Raises `UsageError` without Landlock, unless `without_sandbox`, `MissingError`
+    for missing files, and `IncompatibleError` for a model that also reads images.
 
     Asking for the weights raises `CorruptError` for anything but tensors, `MissingError`, and `IncompatibleError` for another
     shape.
     """
+    found = read_assets(assets)
+    if language_within(found[CONFIG]) is not None:
+        raise IncompatibleError(
+            f"{assets} is of a model that also reads images, of which an import would hold the language model alone",
+            want="the configuration of its language model",
+            do="save that beside the tokenizer (AutoConfig.from_pretrained(...).get_text_config().save_pretrained(...)), and give "
+            "its directory with --assets",
+        )
     files = _verl_files(source) if kind == "verl" else _dcp_files(source)
     version = sandbox.landlock_version()
     if not version and not without_sandbox:
@@ -112,7 +121,6 @@ def pickled(kind: str, source: Path, assets: Path, *, without_sandbox: bool = Fa
             want="one that keeps the process from writing and from starting programs",
             do="import it on a machine with Linux 5.13 or later; or, where its origin is trusted, add --without-sandbox",
         )
-    found = read_assets(assets)
     hf_config = read_model_config(ModelConfig(path=str(assets)))
     model = build_on_meta(hf_config)
     parts = regions(model)
