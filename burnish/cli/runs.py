@@ -62,6 +62,9 @@ def _described(run: RunDirectory) -> dict[str, Any]:
         return _row(run, curves, describe(run, curves))
     except BurnishError as error:
         return {"run": str(run.root), "state": error.problem}
+    except OSError as error:
+        state = f"{error.filename} cannot be read: {error.strerror}"
+        return {"run": str(run.root), "state": state}
     except Exception as error:  # noqa: BLE001 - one run does not hide the others
         return {"run": str(run.root), "state": f"it cannot be read: {error}"}
 

@@ -48,13 +48,16 @@ def refused_credentials(config: RunConfig, origin_of: Callable[[str], str]) -> I
         )
 
 
-def with_environment(rewards: RewardConfig) -> RewardConfig:
-    """Return rewards with values of environment variables in `kwargs`. Raises `UsageError` for a variable that is not set."""
-    functions = [
-        each.model_copy(update={"kwargs": _resolved(each.kwargs, "", f"{each.function}: kwargs")})
-        for each in rewards.functions
-    ]
-    return rewards.model_copy(update={"functions": functions})
+def with_environment(rewards: RewardConfig) -> tuple[RewardConfig, frozenset[str]]:
+    """Return rewards with values of environment variables in `kwargs`, and these values.
+
+    Raises `UsageError` for a variable that is not set.
+    """
+    functions, values = [], set[str]()
+    for each in rewards.functions:
+        kwargs = _resolved(each.kwargs, "", f"{each.function}: kwargs", values)
+        functions.append(each.model_copy(update={"kwargs": kwargs}))
+    return rewards.model_copy(update={"functions": functions}), frozenset(values - {""})
 
 
 def without_credentials(value: Any, key: str = "") -> Any:
@@ -87,11 +90,11 @@ def _is_credential(key: str, text: str) -> bool:
     return bool(text) and _is_key(key) and not _VARIABLE.fullmatch(text)
 
 
-def _resolved(value: Any, key: str, name: str) -> Any:
+def _resolved(value: Any, key: str, name: str, values: set[str]) -> Any:
     if isinstance(value, Mapping):
-        return {n: _resolved(each, str(n), f"{name}.{n}") for n, each in value.items()}
+        return {n: _resolved(each, str(n), f"{name}.{n}", values) for n, each in value.items()}
     if isinstance(value, list):
-        return [_resolved(each, key, name) for each in value]
+        return [_resolved(each, key, name, values) for each in value]
     found = _VARIABLE.fullmatch(value) if isinstance(value, str) and _is_key(key) else None
     if found is None:
         return value
@@ -103,4 +106,5 @@ def _resolved(value: Any, key: str, name: str) -> Any:
             want="the credential",
             do=f"export {variable}",
         )
+    values.add(os.environ[variable])
     return os.environ[variable]

@@ -319,7 +319,7 @@ class RewardFunctionConfig(Section):
     weight: float = 1.0
     """Factor on its value in the sum."""
     kwargs: dict[str, Any] = {}
-    """Further keyword arguments for every call."""
+    """Further keyword arguments for every call. Under keys for credentials, such as api_key, token or password, a text $NAME stands for that environment variable, and other texts are refused."""
     per_call: int | None = Field(None, ge=1)
     """For a function in TRL's signature: most completions in one call. Calls are then divided over `reward.workers`, and each has its own deadline. A multiple of `rollout.n` keeps the samples of a prompt together. Default: all completions of a process."""
 
@@ -547,7 +547,7 @@ class TracesConfig(Section):
     local: bool = True
     """Write them to traces/step-N.jsonl.gz, in OTLP's JSON. As with rollouts, the oldest files go first when all take more than `rollouts_keep_gb`."""
     endpoint: str | None = Field(None, pattern=r"^(env|https?://[!-~]+)$")
-    """Send them by OTLP over HTTP to a collector, such as http://localhost:4318. env: take the collector from OTEL_EXPORTER_OTLP_ENDPOINT. Other variables OTEL_EXPORTER_OTLP_* apply as well."""
+    """Send them by OTLP over HTTP to a collector, such as http://localhost:4318. env: take the collector from OTEL_EXPORTER_OTLP_ENDPOINT. Other variables OTEL_EXPORTER_OTLP_* apply as well. A URL with credentials is refused."""
     sample_rate: float = Field(0.0, ge=0, le=1)
     """Share of all rollouts that are traced, in addition to the best, worst and random ones of a step. Equal runs trace the same rollouts."""
     max_text: int = Field(4000, ge=0)

@@ -102,7 +102,7 @@ class RewardPool:
 
     def __init__(self, config: RewardConfig, moved: Callable[[], None] = lambda: None) -> None:
         """Load every function; `moved()` is called as calls end. Raises `UsageError` for an unusable function."""
-        config = with_environment(config)
+        config, self._secrets = with_environment(config)
         self._config, self._moved = config, moved
         self._workers: list[_Worker] = []
         self._heard: set[str] = set()
@@ -198,6 +198,7 @@ class RewardPool:
         return calls
 
     def _scored(self, rollout: Rollout, answers: Sequence[Answer]) -> Rollout:
+        answers = [self._without_secrets(each) for each in answers]
         reward, parts, errors, on_error = 0.0, {}, [], self._config.on_error
         names = self._config.part_names
         for name, each, answer in zip(names, self._config.functions, answers, strict=False):
@@ -241,6 +242,15 @@ class RewardPool:
                 extra[:_MAX_NAME],
             )
         return False
+
+    def _without_secrets(self, answer: Answer) -> Answer:
+        """Hide what the function got from the environment, which its error may repeat."""
+        if answer.error is None or not self._secrets:
+            return answer
+        text = answer.error
+        for secret in self._secrets:
+            text = text.replace(secret, "***")
+        return replace(answer, error=text)
 
     def _run(self, calls: Sequence[_Call], check: Check) -> list[Answer]:
         """Return the workers' answers about all rollouts of the calls, in order; if `check` raises, kill all workers."""

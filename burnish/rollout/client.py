@@ -109,7 +109,8 @@ class Server:
         """Wait until the server holds the weights. Raises its own error too."""
         with self.losing():
             connection.send(b"0\r\n\r\n")
-            self.next(self.answer(connection))
+            with closing(self.answer(connection)) as answer:
+                self.next(answer)
 
     def complete(
         self,
@@ -123,8 +124,10 @@ class Server:
     ) -> list[list[Completion]]:
         """Return completions; put into `told` how many have ended."""
         asked = messages.encode_requests(requests, sampling, version, owner, in_flight=in_flight)
-        with self.losing(), closing(self._connection()) as self._asking:
+        with self.losing(), ExitStack() as stack:
+            self._asking = stack.enter_context(closing(self._connection()))
             answer = self._ask(self._asking, "POST", "/completions", b"".join(asked))
+            stack.enter_context(closing(answer))
             left = sum(each.samples for each in requests)
             while "ended" in (message := self.next(answer)).fields:
                 ended = message.fields["ended"]
@@ -138,8 +141,9 @@ class Server:
 
     def so_far(self, owner: str) -> list[Underway]:
         """Return the partial completions for `owner`."""
-        with self.losing(), closing(self._connection(_TOLD_SECONDS)) as connection:
-            answer = self._ask(connection, "GET", "/completions")
+        with self.losing(), ExitStack() as stack:
+            connection = stack.enter_context(closing(self._connection(_TOLD_SECONDS)))
+            answer = stack.enter_context(closing(self._ask(connection, "GET", "/completions")))
             asked = self.next(answer)
             if asked.fields.get("owner") != owner:
                 return []
@@ -158,8 +162,9 @@ class Server:
                 asked.shutdown(socket.SHUT_RDWR)
 
     def _message(self, path: str, method: str = "GET") -> messages.Message:
-        with self.losing(), closing(self._connection()) as connection:
-            return self.next(self._ask(connection, method, path))
+        with self.losing(), ExitStack() as stack:
+            connection = stack.enter_context(closing(self._connection()))
+            return self.next(stack.enter_context(closing(self._ask(connection, method, path))))
 
     @contextmanager
     def losing(self) -> Iterator[None]:

@@ -78,7 +78,8 @@ def served_generator(foundation: Foundation) -> ServedGenerator:
     if config.rollout.place == "servers":
         found: list[tuple[str, str]] = []
         model = _digest_of([*specs, *fixed])
-        look = partial(_answering_servers, RunDirectory(config.directory).servers, model)
+        notes = RunDirectory(config.directory).servers
+        look = partial(_answering_servers, notes, model, set[str]())
         with agree(layout):
             if layout.is_main:
                 found = _servers(look, config.rollout.servers)
@@ -267,18 +268,25 @@ def _replacements(
     return dict(zip(lost, free, strict=False))
 
 
-def _answering_servers(directory: Path, model: str) -> dict[str, str]:
-    """Return addresses and tokens of the servers that answer. Raises `UsageError` for one with another model."""
+def _answering_servers(directory: Path, model: str, heard: set[str]) -> dict[str, str]:
+    """Return addresses and tokens of the servers that answer. Raises `UsageError` for one with another model.
+
+    Warns once of each problem of another one, and adds it to `heard`.
+    """
     notes = dict(filter(None, map(_read_note, directory.glob("*.json"))))
     with ThreadPoolExecutor(max(1, len(notes))) as pool:
         told = dict(zip(notes, pool.map(_about, notes, notes.values()), strict=True))
     for url, about in told.items():
-        if about is not None and about.get("model") != model:
+        if isinstance(about, str):
+            if about not in heard:
+                heard.add(about)
+                log.warning("a server of this run does not answer as one. %s", about)
+        elif about.get("model") != model:
             raise UsageError(
                 f"the server at {url} has another model or precision than this run",
                 do="start burnish serve with this run's configuration",
             )
-    return {url: token for url, token in notes.items() if told[url] is not None}
+    return {url: token for url, token in notes.items() if not isinstance(told[url], str)}
 
 
 def _write_note(path: Path, note: Mapping[str, str]) -> None:
@@ -299,11 +307,14 @@ def _read_note(path: Path) -> tuple[str, str] | None:
         return None
 
 
-def _about(url: str, token: str) -> dict[str, Any] | None:
+def _about(url: str, token: str) -> dict[str, Any] | str:
+    """Return a server's description, or why there is none."""
     try:
         return Server(url, token, _PROBE_SECONDS).about()
-    except (ServerLost, BurnishError):
-        return None
+    except ServerLost as error:
+        return str(error)
+    except BurnishError as error:
+        return f"{url}: {error.problem}"
 
 
 def serve(pipe: int, parent: int) -> None:

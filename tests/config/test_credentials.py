@@ -86,7 +86,9 @@ def rewarded(**kwargs: Any) -> RewardConfig:
 def test_keys_for_credentials_take_environment_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("JUDGE_KEY", SECRET)
     given = {"api_key": "$JUDGE_KEY", "headers": {"Authorization": "${JUDGE_KEY}"}, "cost": "$5"}
-    [function] = with_environment(rewarded(**given, price="$JUDGE_KEY")).functions
+    found, values = with_environment(rewarded(**given, price="$JUDGE_KEY"))
+    [function] = found.functions
+    assert values == {SECRET}
     assert function.kwargs == {
         "api_key": SECRET,
         "headers": {"Authorization": SECRET},

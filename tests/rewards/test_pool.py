@@ -69,6 +69,11 @@ def numbers_everything(solution_str):
 def unreachable(solution_str):
     raise OSError(solution_str + " cannot reach https://user:hunter2@judge.example/score")
 
+def opens(solution_str, api_key):
+    if solution_str == "raise":
+        raise ValueError("there is no key " + api_key)
+    return float(api_key == "hunter2")
+
 def length(completions, **kwargs):
     return [float(len(c)) for c in completions]
 
@@ -471,6 +476,21 @@ def test_a_password_in_the_url_of_an_error_is_hidden(make_pool, texts) -> None:
     (rollout,) = make_pool("unreachable").score(texts("x" * 480))
     assert "judge.example" in make_pool("unreachable").score(texts(""))[0].reward_error
     assert "hunter2" not in rollout.reward_error
+
+
+def test_a_function_gets_a_key_from_the_environment_and_its_errors_do_not_tell_it(
+    make_pool, texts, monkeypatch
+) -> None:
+    monkeypatch.setenv("JUDGE_KEY", "hunter2")
+    pool = make_pool("opens", kwargs={"api_key": "$JUDGE_KEY"})
+    right, failed = pool.score(texts("a", "raise"))
+    assert right.reward == 1.0
+    assert "there is no key" in failed.reward_error
+    assert "hunter2" not in failed.reward_error
+    assert "hunter2" not in str(failed.calls)
+    monkeypatch.delenv("JUDGE_KEY")
+    with pytest.raises(UsageError, match="JUDGE_KEY"):
+        make_pool("opens", kwargs={"api_key": "$JUDGE_KEY"})
 
 
 def test_the_text_of_an_error_is_clipped(make_pool, texts) -> None:

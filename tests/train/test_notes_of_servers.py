@@ -5,11 +5,16 @@ from __future__ import annotations
 import json
 import os
 import stat
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 
-from burnish.train.serve import _read_note, _write_note
+from burnish.errors import UsageError
+from burnish.train.serve import _answering_servers, _read_note, _write_note
 
 NOTE = {"url": "http://127.0.0.1:1", "token": "hunter2"}
 
@@ -52,3 +57,57 @@ def test_what_is_no_note_is_passed_over(tmp_path: Path) -> None:
     (tmp_path / "half.json").write_text(json.dumps(NOTE)[:20])
     (tmp_path / "list.json").write_text("[]")
     assert [_read_note(path) for path in tmp_path.iterdir()] == [None] * 5
+
+
+@contextmanager
+def answering(body: bytes) -> Iterator[str]:
+    """A server that answers everything with this body."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever, daemon=True)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+        thread.join()
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"\xff\x00\n",
+        b"[]\n",
+        b'{"arrays": {}, "error": {"kind": "UsageError", "problem": "sorry"}}\n',
+        b'{"arrays": {}, "error": {"kind": [1], "problem": 3, "odd": 1}}\n',
+        b'{"arrays": {}, "failed": "t0ken hunter2 \x1b[2J"}\n'.replace(b"\x1b", b"\\u001b"),
+        b"",
+    ],
+)
+def test_a_server_that_does_not_say_what_it_is_is_named_once(
+    body: bytes, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    heard = set[str]()
+    with answering(body) as url:
+        _write_note(tmp_path / "a.json", {"url": url, "token": "hunter2"})
+        for _ in range(3):
+            assert _answering_servers(tmp_path, "model", heard) == {}
+    [record] = caplog.records
+    assert url in record.getMessage()
+    assert "hunter2" not in record.getMessage()
+
+
+def test_a_server_of_another_model_is_refused(tmp_path: Path) -> None:
+    with answering(b'{"arrays": {}, "model": "another"}\n') as url:
+        _write_note(tmp_path / "a.json", {"url": url, "token": "hunter2"})
+        with pytest.raises(UsageError):
+            _answering_servers(tmp_path, "model", set())
+        assert _answering_servers(tmp_path, "another", set()) == {url: "hunter2"}
