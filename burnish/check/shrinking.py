@@ -175,7 +175,7 @@ def _narrow_heads(text: PretrainedConfig, tensor: int, sequence: int) -> None:
     for name, value in list(vars(text).items()):
         if re.search(r"(key_value|kv)_heads$", name) and _is_size(value):
             setattr(text, name, key_heads * sharing if value == heads else min(value, key_heads))
-        elif value == hidden and _is_size(value) and "vocab" not in name:
+        elif value == hidden and _is_size(value) and not re.search("vocab|position", name):
             setattr(text, name, key_heads * sharing * _HEAD_DIM)  # the hidden size once more
     text.hidden_size = key_heads * sharing * _HEAD_DIM
     wide = vars(text).get("head_dim") or hidden // heads

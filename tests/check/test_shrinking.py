@@ -32,6 +32,12 @@ def test_a_shrunken_model_keeps_its_kind() -> None:
     assert small.vocab_size == config.vocab_size
 
 
+def test_a_shrunken_model_keeps_positions_that_number_the_hidden_size() -> None:
+    config = tiny_config("llama", hidden_size=2048, max_position_embeddings=2048)
+    small = shrunk(config, EngineConfig())
+    assert small.hidden_size < small.max_position_embeddings == 2048
+
+
 def test_a_shrunken_model_has_few_heads_of_linear_attention() -> None:
     """Kimi's are in a mapping of their own, layers counted from 1."""
     own = {"head_dim": 128, "num_heads": 32, "short_conv_kernel_size": 4}
