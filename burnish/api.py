@@ -77,12 +77,21 @@ def load_config(config: Config, **settings: Any) -> RunConfig:
 
     Raises `UsageError` for settings that do not exist or do not fit, `MissingError` for a missing file.
     """
+    return _loaded(config, settings)
+
+
+def _loaded(config: Config, settings: Mapping[str, Any]) -> RunConfig:
+    """Load settings, in which `data` may hold objects of the `datasets` library."""
+    if "datasets" in sys.modules:
+        with_stored = import_module("burnish.data.in_memory").with_stored
+        settings = with_stored(settings)
+        config = with_stored(config) if isinstance(config, Mapping) else config
     return load_settings(config, settings)
 
 
 def sft(config: Config, **settings: Any) -> Result:
     """Fine-tune on examples. An interrupted run continues from its newest checkpoint."""
-    loaded = load_settings(config, settings)
+    loaded = _loaded(config, settings)
     run_command("sft", loaded)
     return Result(loaded.directory.absolute())
 
@@ -93,7 +102,7 @@ def rl(config: Config, reward: Rewards = None, **settings: Any) -> Result:
     `reward` is a Python function, its name such as "rewards.py:correct", or several, in place of `reward.functions`; a
     mapping sets the section `reward`.
     """
-    loaded = load_settings(config, _with_reward(settings, reward))
+    loaded = _loaded(config, _with_reward(settings, reward))
     run_command("rl", loaded)
     return Result(loaded.directory.absolute())
 
@@ -108,7 +117,7 @@ def evaluate(config: Config, reward: Rewards = None, **settings: Any) -> dict[st
         place = os.fspath(config)
         file, run = config_at(place)
         config = file or {"model": {"path": place}}
-    return run_command("eval", load_settings(config, _with_reward(settings, reward)), run)
+    return run_command("eval", _loaded(config, _with_reward(settings, reward)), run)
 
 
 def config_at(place: str) -> tuple[Path | None, Path | None]:

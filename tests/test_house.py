@@ -68,6 +68,7 @@ OPTIONAL = (
     "burnish.train.pins",
     "burnish.train.model_card",
     "burnish.data.splits",
+    "burnish.data.in_memory",
     "burnish.data.streaming",
     "burnish.train.localize",
     "burnish.train.out_of_memory",

@@ -36,6 +36,8 @@ _SPLITS: Mapping[str, Sequence[str]] = {
 _DICT, _STATE, _INFO = "dataset_dict.json", "state.json", "dataset_info.json"
 """Files that `DatasetDict.save_to_disk` and `Dataset.save_to_disk` write beside the rows."""
 _SMALL_FILE = 16 << 20
+_COMPRESSED = (".gz", ".bz2", ".xz", ".zst", ".zip")
+"""Suffixes after those of data. Such files are not read, and so named."""
 
 _Splits = Mapping[str, Sequence[str]]
 """Names of files, by split."""
@@ -152,6 +154,8 @@ def _in_folder(
     """Return the names that a folder contributes to `setting`, and a notice. No names: there are no data."""
     names = _without_states(base, listed, read)
     data = [name for name in names if is_data(name)]
+    packed = [name for name in names if is_data(name.removesuffix(PurePosixPath(name).suffix))]
+    packed = [name for name in packed if name.endswith(_COMPRESSED)]
     card = read(_CARD) if _CARD in listed else b""
     if _DICT in listed:
         saved = json.loads(read(_DICT))["splits"]
@@ -163,10 +167,18 @@ def _in_folder(
         subset, splits = _by_datasets(base, part, names, card)
     else:
         splits, subset = _by_name(data), ""
+    if packed and not data:
+        raise UsageError(
+            f"{base} has compressed files",
+            have=few(packed),
+            want=", ".join(READERS),
+            do="unpack them",
+        )
     if not data:
         return [], ""
     if set(splits) == {""} and not part:
-        return splits[""], _contrary(base, setting, splits[""])
+        without = f"{setting} is {base}, without {few(packed)}" if packed else ""
+        return splits[""], without or _contrary(base, setting, splits[""])
     split = _split(base, part, subset, setting, splits)
     chosen = list(dict.fromkeys(splits[split]))
     if foreign := [name for name in chosen if not is_data(name)]:
@@ -176,7 +188,7 @@ def _in_folder(
             want=", ".join(READERS),
             do="convert them",
         )
-    left = [name for name in data if name not in set(chosen)]
+    left = [name for name in (*data, *packed) if name not in set(chosen)]
     if left and not part:
         return chosen, f"{setting} is the split {split} of {base}, without {few(left)}"
     return chosen, "" if part else _contrary(base, setting, chosen)
@@ -294,6 +306,18 @@ def _split(base: str, part: str, subset: str, setting: str, splits: _Splits) -> 
             have=", ".join(held) or "files without names of splits",
             want=FORMS["dataset"],
             do=f"to read it, name it: {base}:{other}" if held else f"name its files: {base}/PATH",
+        )
+    return found
+
+
+def usual_split(splits: Mapping[str, Any], setting: str) -> str:
+    """Return the split of a `DatasetDict` that suits a setting. Raises `MissingError`."""
+    found = next((name for name in _SPLITS[setting] if name in splits), None)
+    if found is None:
+        raise MissingError(
+            f"{setting}: the DatasetDict has no split {' or '.join(_SPLITS[setting])}",
+            have=", ".join(splits),
+            do="give one of its splits",
         )
     return found
 

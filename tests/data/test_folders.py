@@ -12,6 +12,7 @@ from typing import Any
 import datasets
 import pytest
 
+import burnish
 from burnish.config.schema import RunConfig
 from burnish.data.sources import load_rows
 from burnish.data.splits import entry_files, folder_files
@@ -254,3 +255,40 @@ def test_linked_folders_are_followed_and_circles_end(tmp_path: Path) -> None:
     (folder / "train").symlink_to(tmp_path / "elsewhere")
     (folder / "again").symlink_to(folder)
     assert [path.name for path in entry_files(str(folder), "data.train").files] == ["a.jsonl"]
+
+
+def test_compressed_files_are_named(tmp_path: Path) -> None:
+    for names in (["a.jsonl", "b.jsonl.gz"], ["train.jsonl", "train-2.csv.zst"]):
+        folder = fill(tmp_path / names[0], names)
+        files, notice = entry_files(str(folder), "data.train")
+        assert [path.name for path in files] == names[:1]
+        assert names[1] in notice
+    with pytest.raises(UsageError, match="compressed"):
+        entry_files(str(fill(tmp_path / "packed", ["train.jsonl.gz"])), "data.train")
+
+
+def test_data_sets_of_python_are_kept_by_their_content(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However they came about; so that the next start goes on with the same data."""
+    monkeypatch.setenv("BURNISH_CACHE", str(tmp_path / "cache"))
+    parts = {
+        name: datasets.Dataset.from_list([{"x": f"{name} {i}"} for i in range(3)])
+        for name in ("train", "test")
+    }
+    both = datasets.DatasetDict(parts)
+    config = burnish.load_config({"data": {"train": parts["train"]}}, data={"validation": both})
+    assert read(config.data.train[0]) == list(parts["train"]["x"])
+    assert read(config.data.validation[0], "data.validation") == list(parts["test"]["x"])
+    shuffled = parts["train"].select([2, 1, 0])
+    again = burnish.load_config({}, **{"data.train": [shuffled.select([2, 1, 0]), shuffled]})
+    assert again.data.train[0] == config.data.train[0] != again.data.train[1]
+    assert len(list((tmp_path / "cache/datasets").iterdir())) == 3
+
+
+def test_data_sets_that_cannot_be_kept_are_refused() -> None:
+    rows = datasets.Dataset.from_list([{"x": 1}])
+    with pytest.raises(UsageError, match=r"data\.train.*IterableDataset"):
+        burnish.load_config({}, data={"train": rows.to_iterable_dataset()})
+    with pytest.raises(MissingError, match="odd"):
+        burnish.load_config({}, data={"train": datasets.DatasetDict({"odd": rows})})
