@@ -19,7 +19,7 @@ from burnish.config.schema import EngineConfig, LoraConfig, OptimConfig
 from burnish.data.batching import make_batch
 from burnish.distributed.collectives import gather_objects
 from burnish.distributed.layout import Layout
-from burnish.engines.base import Engine, LossFn, Part
+from burnish.engines.base import Engine, LossFn, Part, compute_dtype
 from burnish.engines.torch.parallelize import keep_activations
 from burnish.errors import BurnishError
 from burnish.models.lora.adapter import Adapter
@@ -42,9 +42,11 @@ TOLERANCE = 3e-5
 """Most relative difference (2-norm) by another order of fp32 sums; 1e-5 was seen."""
 _LEAST = 1e-2
 """Least norm that a gradient's error is divided by, relative to all gradients' norm: some gradients are 0 but for rounding."""
+_LEAST_LOSS = 0.1
+"""Least loss that its error is divided by: advantages of both signs may cancel out."""
 _SPREAD = 0.2
 """Standard deviation of random biases, and of a norm's weights around 1."""
-_BALANCE, _COPIES = "load-balancing loss", "copies"
+_ENTROPIES, _BALANCE, _COPIES = "entropies", "load-balancing loss", "copies"
 _OF_PARAMETERS = ("gradient of ", "weight ")
 
 Tensors = Mapping[str, Tensor]
@@ -111,11 +113,13 @@ class BatchOutcome:
     """From an engine after the optimizer step, else before it."""
     copies: Sequence[Difference] = ()
     """Distances between the copies of a tensor on several ranks."""
+    entropies: Tensors = field(default_factory=dict)
+    """Entropies by sequence; none of a critic."""
     modules: Mapping[str, Tensors] = field(default_factory=dict)
     """Recorded outputs of modules, in the order in which modules finished; each by sequence."""
 
 
-class _RandomWeights:
+class RandomWeights:
     """A `ShardSource` of random values, large enough to show any mistake."""
 
     def __init__(self, seed: int) -> None:
@@ -138,10 +142,11 @@ class _RandomWeights:
 
 def compared(engine: Engine, given: Material) -> list[Difference]:
     """Compare an engine's step with plain transformers; return the worst rank's differences. Collective."""
-    weights = _RandomWeights(given.seed)
+    weights = RandomWeights(given.seed)
     engine.load(weights, Part.FROZEN)
     engine.load(weights, Part.WEIGHTS)
-    budget = max(LONGEST, given.tokens // (2 * engine.layout.data_size))
+    longest = max(LONGEST, *(len(example.token_ids) for example in given.examples))
+    budget = max(longest, given.tokens // (2 * engine.layout.data_size))
     batch = given.batch(engine.layout, budget)
     found = step_of_engine(engine, batch, given.loss, given.optim)
     mine = compare(found, plain_step(given), given)
@@ -156,8 +161,10 @@ def step_of_engine(engine: Engine, batch: Batch, loss: LossFn, optim: OptimConfi
     """
     outputs = engine.forward(batch)
     mine: dict[str, Tensor] = {}
+    entropies: dict[str, Tensor] = {}
     for micro, numbers, output in zip(batch.microbatches, batch.examples, outputs, strict=True):
         mine |= _by_sequence(micro, numbers, _said(output))
+        entropies |= _entropies(micro, numbers, output)
     stats = engine.forward_backward(batch, loss).values_by_name()
     norm = engine.optim_step(LR).values_by_name()["grad_norm"]
     moments, moments_apart = _whole(engine, Part.TRAINING)
@@ -167,15 +174,16 @@ def step_of_engine(engine: Engine, batch: Batch, loss: LossFn, optim: OptimConfi
         for name, moment in moments.items()
         if name.startswith("exp_avg/")
     }
-    logprobs = {k: v for part in gather_objects(mine, engine.layout) for k, v in part.items()}
+    gathered = gather_objects((mine, entropies), engine.layout)
     return BatchOutcome(
-        logprobs,
+        {name: value for part, _ in gathered for name, value in part.items()},
         stats.get("moe/aux_loss", 0.0),
         stats["loss"],
         norm,
         gradients,
         weights,
         [*moments_apart, *weights_apart],
+        {name: value for _, part in gathered for name, value in part.items()},
     )
 
 
@@ -187,6 +195,15 @@ def _said(outputs: TokenOutputs) -> Tensor:
 def _by_sequence(micro: MicroBatch, numbers: Sequence[int], values: Tensor) -> dict[str, Tensor]:
     parts = torch.split(values, micro.cu_seqlens.diff().tolist())
     return {f"sequence {n}": part for n, part in zip(numbers, parts, strict=True) if n >= 0}
+
+
+def _entropies(
+    micro: MicroBatch, numbers: Sequence[int], outputs: TokenOutputs
+) -> dict[str, Tensor]:
+    """Return entropies by sequence; none of a critic."""
+    if len(outputs.values):
+        return {}
+    return _by_sequence(micro, numbers, outputs.entropy.detach().cpu())
 
 
 def _whole(engine: Engine, part: Part) -> tuple[dict[str, Tensor], list[Difference]]:
@@ -208,13 +225,15 @@ def _whole(engine: Engine, part: Part) -> tuple[dict[str, Tensor], list[Differen
     return {name: whole for name, (whole, _) in built.items()}, list(copies.values())
 
 
-def plain_step(given: Material) -> BatchOutcome:
-    """Compute the loss by transformers (and PEFT), sequence by sequence."""
+def plain_step(given: Material, dtype: torch.dtype = torch.float32) -> BatchOutcome:
+    """Compute the loss by transformers (and PEFT), sequence by sequence, with weights in `dtype`."""
     model = eager_model(given)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
     parts = regions(model)
     if given.lora:
         parts = Adapter(model, given.lora).weights
-        _RandomWeights(given.seed).fill(model_shards(model, parts=parts))
+        RandomWeights(given.seed).fill(model_shards(model, parts=parts))
     batch = given.batch(Layout(), given.tokens)
     (micro,), (order,) = batch.microbatches, batch.examples
     weight = given.engine.router_aux_loss
@@ -240,6 +259,7 @@ def plain_step(given: Material) -> BatchOutcome:
         float(norm),
         _named(model_shards(model, gradients, parts=parts)),
         _named(model_shards(model, parts=parts)),
+        entropies=_entropies(micro, order, joined),
         modules={
             name: {f"sequence {n}": each for n, each in zip(order, made, strict=True)}
             for name, made in calls.items()
@@ -280,7 +300,7 @@ def eager_model(given: Material) -> PreTrainedModel:
     config = copy.deepcopy(given.hf_config)
     config._attn_implementation = config._experts_implementation = "eager"
     model = plain_model(config).eval()
-    _RandomWeights(given.seed).fill(model_shards(model))
+    RandomWeights(given.seed).fill(model_shards(model))
     return model
 
 
@@ -305,7 +325,7 @@ def plain_outputs(model: PreTrainedModel, example: Example, temperature: float) 
         values = value_head(model)(hidden)[:, 0]
         return TokenOutputs(values=torch.cat((zero, values)).where(mask, 0.0))
     logits = model(input_ids=ids[None], use_cache=False).logits[0, :-1]
-    scores = (logits / temperature).log_softmax(-1)
+    scores = (logits.float() / temperature).log_softmax(-1)
     chosen = scores.gather(1, ids[1:, None])[:, 0]
     entropy = -(scores.exp() * scores).sum(-1)
     return TokenOutputs(
@@ -323,16 +343,19 @@ def packed_model(
     fixed = () if adapter is None else adapter.base
     trained = regions(model) if adapter is None else adapter.weights
     materialize(model, device)
-    _RandomWeights(given.seed).fill(model_shards(model, parts=(*fixed, *trained)))
+    RandomWeights(given.seed).fill(model_shards(model, parts=(*fixed, *trained)))
     return model, trained
 
 
 def packed_step(given: Material, budget: int, device: torch.device) -> BatchOutcome:
-    """Run packed micro-batches of at most `budget` tokens, forward and backward."""
+    """Run packed micro-batches of at most `budget` tokens, forward and backward, in the compute dtype."""
     model, parts = packed_model(given, device)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(compute_dtype(given.engine))
     keep_activations(model, given.engine)
     scorer, batch = Scorer(model).train(), given.batch(Layout(), budget)
     outputs: dict[str, Tensor] = {}
+    entropies: dict[str, Tensor] = {}
     modules: dict[str, dict[str, Tensor]] = {}
     total = 0.0
     for micro, numbers in zip(batch.microbatches, batch.examples, strict=True):
@@ -343,6 +366,7 @@ def packed_step(given: Material, budget: int, device: torch.device) -> BatchOutc
         value.backward()  # type: ignore[no-untyped-call]
         total += float(value.detach())
         outputs |= _by_sequence(micro, numbers, _said(scored))
+        entropies |= _entropies(micro, numbers, scored)
         rows = torch.from_numpy(plan.tree.rows)
         for name, (made, *_) in calls.items():
             if len(made) == len(plan.positions):
@@ -350,7 +374,9 @@ def packed_step(given: Material, budget: int, device: torch.device) -> BatchOutc
     gradients = {n: p.grad.cpu() for n, p in model.named_parameters() if p.grad is not None}
     norm = torch.nn.utils.get_total_norm(gradients.values())
     found = _named(model_shards(model, gradients, parts=parts))
-    return BatchOutcome(outputs, 0.0, total, float(norm), found, {}, modules=modules)
+    return BatchOutcome(
+        outputs, 0.0, total, float(norm), found, {}, entropies=entropies, modules=modules
+    )
 
 
 def compare(found: BatchOutcome, wanted: BatchOutcome, given: Material) -> list[Difference]:
@@ -361,15 +387,28 @@ def compare(found: BatchOutcome, wanted: BatchOutcome, given: Material) -> list[
     """
     clip, optim = given.engine.max_grad_norm, given.optim
     clipped_by = min(1.0, clip / (found.norm + 1e-6)) if math.isfinite(found.norm) else 1.0
-    numbers = [("loss", found.loss, wanted.loss), ("gradient norm", found.norm, wanted.norm)]
+    numbers = [
+        ("loss", found.loss, wanted.loss, _LEAST_LOSS),
+        ("gradient norm", found.norm, wanted.norm, 0.0),
+    ]
     if wanted.balance:
-        numbers.insert(0, (_BALANCE, found.balance, wanted.balance))
+        numbers.insert(0, (_BALANCE, found.balance, wanted.balance, 0.0))
     differences = [
         difference(f"{given.outputs} of {name}", found.logprobs.get(name), right)
         for name, right in wanted.logprobs.items()
     ]
     differences += [
-        difference(what, torch.tensor(mine), torch.tensor(right)) for what, mine, right in numbers
+        difference(
+            f"{_ENTROPIES} of {name}",
+            found.entropies.get(name),
+            right,
+            float(wanted.logprobs[name].norm()),  # those of sure predictions are nearly 0
+        )
+        for name, right in wanted.entropies.items()
+    ]
+    differences += [
+        difference(what, torch.tensor(mine), torch.tensor(right), least)
+        for what, mine, right, least in numbers
     ]
     for name, right in wanted.gradients.items():
         gradient = found.gradients.get(name)
@@ -395,7 +434,7 @@ def difference(what: str, mine: Tensor | None, wanted: Tensor, least: float = 0.
 
 def report(differences: Sequence[Difference], given: Material) -> Iterator[str]:
     """Yield a line about each kind's largest difference."""
-    for kind in (given.outputs, _BALANCE, "loss", "gradient", "weight", _COPIES):
+    for kind in (given.outputs, _ENTROPIES, _BALANCE, "loss", "gradient", "weight", _COPIES):
         alike = [each for each in differences if each.what.startswith(kind)]
         if alike:
             worst = max(alike, key=lambda difference: difference.error)

@@ -1,69 +1,82 @@
 """Refuse a run unless a small model of the same kind computes what plain transformers compute.
 
-Log-probs and gradients of packed micro-batches, with windows and common beginnings, are compared with transformers' eager model on
-each sequence alone, and so are greedy completions. Processes that share a model also compare one training step. Of bf16, only
-attention is compared, with fp32. A file in the cache records a passed proof (`burnish.check.proof_key`).
+A training step on packed micro-batches, with windows and common beginnings, is compared with transformers' eager model on each
+sequence alone: log-probs, entropies, gradients and new weights. So are greedy and sampled completions. A run in bf16 is compared in
+bf16 too, and a lone process trains with FSDP. Processes that share a model compare one step at their layout. A file in the cache records a passed proof (`burnish.check.proof_key`).
 """
 
 from __future__ import annotations
 
 import logging
 import math
-import sys
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, suppress
+import warnings
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
-from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+import torch.distributed as dist
+from torch import Tensor
 from transformers import PretrainedConfig
 
 from burnish.algorithms.aggregation import aggregation
-from burnish.boxes.shards import Publication
 from burnish.check.comparison import (
-    LONGEST,
+    BatchOutcome,
     Difference,
     Material,
+    RandomWeights,
     compare,
     compared,
     difference,
     eager_model,
-    packed_model,
     packed_step,
     plain_step,
     recording,
     require_equal,
+    step_of_engine,
 )
+from burnish.check.generation import (
+    GREEDY,
+    SAMPLED,
+    drawn,
+    logits_of,
+    made_generator,
+    of_completion,
+)
+from burnish.check.precision import of_rounding, require_attention
 from burnish.check.proof_key import proof_place
 from burnish.check.shrinking import shrunk
 from burnish.config.schema import EngineConfig, LoraConfig, OptimConfig
 from burnish.distributed.collectives import gather_objects
-from burnish.distributed.device import device_name
+from burnish.distributed.environment import Place
 from burnish.distributed.layout import Layout
-from burnish.engines.base import Engine
+from burnish.distributed.processes import process_group
+from burnish.engines.base import Engine, Part
 from burnish.engines.factory import make_engine
 from burnish.errors import IncompatibleError, refusing
-from burnish.models.kernels.attention import PackedLayout, Softmax
-from burnish.models.meta_init import build_on_meta, longest_sequence, model_sizes, plain_model
-from burnish.models.names import model_shards
-from burnish.records import Completion, Example, MicroBatch, Request, TokenIds, TokenOutputs
+from burnish.models.kernels.mixers import has_mixers
+from burnish.models.meta_init import build_on_meta, longest_sequence, plain_model
+from burnish.records import Example, MicroBatch, Request, TokenIds, TokenOutputs
 from burnish.rollout.base import Sampling
-from burnish.rollout.builtin.forward import InferenceModel
-from burnish.rollout.builtin.generator import BuiltinGenerator
 from burnish.tracking.rundir import write_atomically
 from burnish.tracking.stats import Stats
 
-# The small model's vocabulary; tokens of a prompt, of a completion, of a micro-batch; the seed of weights and tokens.
-_VOCABULARY, _PROMPT, _NEW, _BUDGET, _SEED = 64, 20, 8, 110, 5
+# The small model's vocabulary; tokens of a prompt, of the longest sequence, of a micro-batch; the seed of weights and tokens.
+_VOCABULARY, _PROMPT, _LONGEST, _BUDGET, _SEED = 64, 20, 300, 310, 5
+# The longest sequence of layers with state, whose plain code takes time with its square.
+_LONGEST_OF_STATES = 140
+# A long prompt whose completion passes a multiple of 128 positions.
+_MIDDLE = 118
+# Lower ones magnify rounding.
+_LEAST_TEMPERATURE = 0.2
 _TEMPERATURE, _TOLERANCE = 0.8, 1e-4
 _ADAPTED = " with an adapter of model.lora.targets"
-# Most relative difference between bf16 and fp32.
-_ROUNDING = 0.03
 _BEHIND = "the output layer, or the backward pass"
+# The share of entropies in the loss, so that their gradients count.
+_OF_ENTROPY = 0.3
 # Most parameters of a model that counts as small.
 _MOST_PARAMETERS = 50_000_000
 _PLAIN = {
@@ -90,17 +103,21 @@ def prove(
     *,
     lora: LoraConfig | None = None,
     generates: bool = False,
+    sampling: Sampling | None = None,
     engine: EngineConfig | None = None,
     layout: Layout | None = None,
 ) -> None:
-    """Prove a small model on this rank, with the activation checkpointing of `engine`.
+    """Prove a small model on this rank, with the activation checkpointing and precision of `engine`, and the run's `sampling`.
 
     Raises `IncompatibleError`, naming the first module that differs.
     """
     kind, layout = hf_config.get_text_config().model_type, layout or Layout()
     kept = engine.activation_checkpointing if engine and engine.kind == "torch" else "none"
     adapter = lora and lora.model_dump(mode="json")
-    place = proof_place(hf_config, device, [generates, adapter, kept, engine and engine.precision])
+    precision = engine.precision if engine else "fp32"
+    sampled = _samplings(sampling) if generates and lora is None else []
+    covered = [generates, adapter, kept, precision, [repr(each) for each in sampled]]
+    place = proof_place(hf_config, device, covered)
     if place.is_file():
         return
     if layout.is_main:
@@ -108,11 +125,14 @@ def prove(
     begun = perf_counter()
     with _computing(kind, lora):
         given = _material(hf_config, EngineConfig(activation_checkpointing=kept), lora)
-        differences = _of_packing(given, device)
-        if generates and lora is None:
-            differences += _of_generation(given, device)
-        if engine and engine.precision == "bf16":
-            _require_attention(hf_config, device)
+        wanted = plain_step(given)
+        differences = _of_packing(given, wanted, device)
+        if sampled:
+            differences += _of_generation(given, sampled, device)
+        require_attention(hf_config, given.hf_config, device, torch.float32)
+        if precision == "bf16":
+            require_attention(hf_config, given.hf_config, device, torch.bfloat16)
+            _require_rounding(given, wanted, device)
     if layout.is_main:
         worst = max(each.error for each in differences)
         how = "packed, alone and generated" if generates else "packed and alone"
@@ -182,7 +202,7 @@ def _material(
     """Return a small model with sequences. Raises `IncompatibleError` if it is not small."""
     engine = engine.model_copy(update=_PLAIN)
     with torch.device("meta"):
-        build_on_meta(hf_config)  # raises its own error if the model cannot be built
+        model = build_on_meta(hf_config)  # raises its own error if the model cannot be built
         config = shrunk(hf_config, engine, _VOCABULARY)
         parameters = plain_model(config).num_parameters()
     if parameters > _MOST_PARAMETERS:
@@ -196,23 +216,23 @@ def _material(
         # Larger random adapters would saturate attention and Jamba's time steps, which magnifies rounding.
         most = 0.5 * (math.sqrt(lora.rank) if lora.rslora else lora.rank)
         lora = lora.model_copy(update={"alpha": min(lora.alpha, most)})
-    examples = _examples(config)
+    examples = _examples(config, _LONGEST_OF_STATES if has_mixers(model) else _LONGEST)
     return Material(
         config, examples, _mean_output, engine, OptimConfig(), lora, _SEED, _TEMPERATURE
     )
 
 
-def _examples(hf_config: PretrainedConfig) -> list[Example]:
-    """Return samples of one prompt, one beginning another, and unrelated sequences."""
+def _examples(hf_config: PretrainedConfig, longest: int) -> list[Example]:
+    """Return samples of one prompt, one beginning another, and unrelated sequences, the last of `longest` tokens."""
     rng, text = np.random.default_rng(_SEED), hf_config.get_text_config()
-    most = min(longest_sequence(hf_config) or LONGEST, LONGEST)
+    most = min(longest_sequence(hf_config) or longest, longest)
 
     def draw(count: int) -> TokenIds:
         return rng.integers(0, text.vocab_size, count)
 
-    prompt, longest = draw(_PROMPT), draw(24)
-    samples = [np.concatenate([prompt, each]) for each in (draw(9), longest, longest[:5])]
-    alone = [draw(count) for count in (2, 37, 5, 18)]
+    prompt, sample = draw(_PROMPT), draw(24)
+    samples = [np.concatenate([prompt, each]) for each in (draw(9), sample, sample[:5])]
+    alone = [draw(count) for count in (2, 37, 5, 18, longest)]
     firsts = [_PROMPT] * len(samples) + [1] * len(alone)
     cut = [
         (ids[:most], min(first, most - 1))
@@ -222,89 +242,119 @@ def _examples(hf_config: PretrainedConfig) -> list[Example]:
 
 
 def _mean_output(outputs: TokenOutputs, micro: MicroBatch) -> tuple[Tensor, Stats]:
-    said = outputs.values if len(outputs.values) else outputs.logprobs
+    said = outputs.values
+    if not len(said):
+        said = outputs.logprobs + _OF_ENTROPY * outputs.entropy
     return aggregation("token_mean", micro, 1)(-said.float()), Stats()
 
 
-def _of_packing(given: Material, device: torch.device) -> list[Difference]:
-    wanted, found = plain_step(given), packed_step(given, _BUDGET, device)
-    differences = compare(found, replace(wanted, weights={}), given)
+def _samplings(of_run: Sampling | None) -> list[Sampling]:
+    """Return greedy sampling, one with every filter, and the run's own."""
+    found = [GREEDY, SAMPLED]
+    if of_run is not None and of_run.temperature > 0:
+        found.append(
+            replace(
+                SAMPLED,
+                temperature=max(of_run.temperature, _LEAST_TEMPERATURE),
+                top_k=of_run.top_k,
+                top_p=of_run.top_p,
+                min_p=of_run.min_p,
+            )
+        )
+    return list(dict.fromkeys(found))
+
+
+def _of_packing(given: Material, wanted: BatchOutcome, device: torch.device) -> list[Difference]:
+    found = _step(given, device)
+    wanted = wanted if found.weights else replace(wanted, weights={})
+    differences = compare(found, wanted, given)
     wrong = [each for each in differences if not each.error <= _TOLERANCE]
     if wrong:
-        first = _first_module(found.modules, wanted.modules) or _BEHIND
+        modules = found.modules or packed_step(given, _BUDGET, device).modules
+        first = _first_module(modules, wanted.modules) or _BEHIND
         raise _refusal(given, wrong[0], first, "packed with others")
     return differences
 
 
-def _of_generation(given: Material, device: torch.device) -> list[Difference]:
-    """Compare log-probs of greedy tokens, and check that each token is the likeliest."""
-    model = eager_model(given)
-    room = min(_PROMPT, (longest_sequence(given.hf_config) or sys.maxsize) - _NEW)
-    prompts = [example.token_ids[:room] for example in given.examples[2:] if room > 0]
-    generator, _ = _generator(given, device)
-    requests = [Request(key, prompt, 2 if key == 0 else 1) for key, prompt in enumerate(prompts)]
-    completions = generator.generate(requests, Sampling(_NEW, temperature=0.0))
+def _step(given: Material, device: torch.device) -> BatchOutcome:
+    """Return a step of the engine, as a lone process trains; of one rank among several, of the model without FSDP."""
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        return packed_step(given, _BUDGET, device)
+    alone = (
+        nullcontext(Layout())
+        if dist.is_initialized()
+        else process_group(device, 60.0, Place(Layout()))
+    )
+    with alone as layout, warnings.catch_warnings():
+        # OPT's layers return views. The comparison shows whether that matters.
+        warnings.filterwarnings("ignore", "FSDP2-wrapped module", UserWarning)
+        engine = make_engine(
+            given.hf_config,
+            given.engine,
+            given.optim,
+            layout=layout,
+            device=device,
+            lora=given.lora,
+        )
+        weights = RandomWeights(given.seed)
+        engine.load(weights, Part.FROZEN)
+        engine.load(weights, Part.WEIGHTS)
+        outcome = step_of_engine(engine, given.batch(layout, _BUDGET), given.loss, given.optim)
+        engine.close()
+        return outcome
+
+
+def _of_generation(
+    given: Material, samplings: Sequence[Sampling], device: torch.device
+) -> list[Difference]:
+    """Compare log-probs of drawn tokens, and the tokens with their random numbers."""
+    model, (generator, _) = eager_model(given), made_generator(given, device, torch.float32)
     differences = []
-    for prompt, (completion, *_) in zip(prompts, completions, strict=True):
-        found = _of_completion(model, prompt, completion)
-        if not found.error <= _TOLERANCE:
-            first = _first_module(*_decoded(given, device, prompt))
-            raise _refusal(given, found, first or "the cache of keys and values", "generated")
-        differences.append(found)
+    for sampling in samplings:
+        for prompt, key, sample, completion in drawn(
+            generator, _prompts(given, sampling), sampling
+        ):
+            logits = logits_of(model, prompt, completion)
+            of_this = of_completion(logits, completion, sampling, key, sample)
+            for found in of_this:
+                if not found.error <= _TOLERANCE:
+                    first = _first_module(*_decoded(given, device, prompt))
+                    raise _refusal(
+                        given,
+                        found,
+                        first or "the cache of keys and values, or sampling",
+                        "generated",
+                    )
+            differences += of_this
     return differences
 
 
-def _require_attention(hf_config: PretrainedConfig, device: torch.device) -> None:
-    """Compare attention in bf16, which has kernels of its own, with fp32. Raises `IncompatibleError`."""
-    sizes, text = model_sizes(hf_config), hf_config.get_text_config()
-    if not (sizes.head_dim and sizes.key_heads) or getattr(text, "qk_rope_head_dim", None):
-        return  # latent attention, whose queries and values differ in width, has no kernel
-    heads = (sizes.heads // sizes.key_heads * 2, 2, 2)
-    names = [name for name, _ in build_on_meta(hf_config).named_parameters()]
-    softcap = getattr(text, "attn_logit_softcapping", None)
-    sinks = [(heads[0],)] if any(name.endswith(".sinks") for name in names) else []
-    layout = PackedLayout.of((5, 64, 1, 130), device)
-    shapes = [(1, each, 200, sizes.head_dim) for each in heads] + sinks
-    for window in {None, 60 if getattr(text, "sliding_window", None) else None}:
-        found = []
-        for dtype in (torch.bfloat16, torch.float32):
-            draws = torch.Generator().manual_seed(_SEED)
-            drawn = (torch.randn(shape, generator=draws).bfloat16() for shape in shapes)
-            parts = [each.to(device, dtype).requires_grad_() for each in drawn]
-            how = Softmax(sizes.head_dim**-0.5, window, softcap, *parts[3:])
-            output = layout.attend(0, (parts[0], parts[1], parts[2]), how)
-            upstream = torch.randn(output.shape, generator=draws).bfloat16()
-            gradients = torch.autograd.grad(output, parts, upstream.to(device, dtype))
-            found.append([output.detach(), *gradients])
-        of = ("output", *(f"gradient of {each}" for each in ("queries", "keys", "values", "sinks")))
-        for what, mine, right in zip(of, *found, strict=False):
-            wrong = difference(what, mine, right)
-            if not wrong.error <= _ROUNDING:
-                raise IncompatibleError(
-                    f"attention in bf16 is computed wrongly on {device_name(device)}",
-                    have=f"{what}: a relative difference of {wrong.error:.1e}",
-                    want=f"the same in fp32, to {_ROUNDING:.0e}",
-                    do="set engine.precision=fp32, and report this with the versions of torch and of the driver",
-                )
+def _prompts(given: Material, sampling: Sampling) -> list[TokenIds]:
+    """Return short prompts and a long one. Greedy completions end at the longest sequence, others pass 128 positions."""
+    longest = given.examples[-1].token_ids
+    room = len(longest) - sampling.max_tokens
+    if room <= 0:
+        return []
+    short = [example.token_ids[: min(_PROMPT, room)] for example in given.examples[2:-1]]
+    if sampling.temperature == 0:
+        return [*short, longest[:room]]
+    return [*short[:2], longest[: min(_MIDDLE, room)]]
 
 
-def _of_completion(model: Any, prompt: TokenIds, completion: Completion) -> Difference:
-    ids = torch.from_numpy(np.concatenate([prompt, completion.token_ids]))
-    with torch.no_grad():
-        logits = model(input_ids=ids[None], use_cache=False).logits[0, len(prompt) - 1 : -1]
-    logprobs = logits.float().log_softmax(-1)
-    chosen = logprobs.gather(1, ids[len(prompt) :, None])[:, 0]
-    mine = torch.cat([torch.from_numpy(completion.logprobs), chosen])
-    right = torch.cat([chosen, logprobs.amax(-1)])
-    return difference("log-probs of a completion", mine, right, 1.0)
-
-
-def _generator(given: Material, device: torch.device) -> tuple[BuiltinGenerator, nn.Module]:
-    model = InferenceModel(given.hf_config, device=device, dtype=torch.float32)
-    generator = BuiltinGenerator(model, layout=Layout(), slots=3, eos_token_ids=())
-    source, _ = packed_model(replace(given, lora=None), device)
-    generator.load_weights(Publication(model_shards(source)), version=0)
-    return generator, model.module
+def _require_rounding(given: Material, exact: BatchOutcome, device: torch.device) -> None:
+    """Compare a step in bf16. Raises `IncompatibleError`."""
+    engine = given.engine.model_copy(update={"precision": "bf16"})
+    found = _step(replace(given, engine=engine), device)
+    plain = plain_step(given, torch.bfloat16)
+    for wrong, bound in of_rounding(found, plain, exact):
+        if not wrong.error <= bound:
+            kind = given.hf_config.get_text_config().model_type
+            raise IncompatibleError(
+                f"models of type {kind} are computed wrongly in bf16",
+                have=f"{wrong.what}: a relative difference of {wrong.error:.1e} to fp32",
+                want=f"at most {bound:.1e}, as transformers in bf16",
+                do="set engine.precision=fp32, and report this with config.json",
+            )
 
 
 def _refusal(given: Material, wrong: Difference, module: str, how: str) -> IncompatibleError:
@@ -324,9 +374,9 @@ def _refusal(given: Material, wrong: Difference, module: str, how: str) -> Incom
 
 def _decoded(given: Material, device: torch.device, prompt: TokenIds) -> list[Modules]:
     """Return modules' outputs for a greedy completion: token by token, and in one pass."""
-    model, (generator, module) = eager_model(given), _generator(given, device)
+    model, (generator, module) = eager_model(given), made_generator(given, device, torch.float32)
     with recording(module) as calls:
-        ((completion,),) = generator.generate([Request(0, prompt)], Sampling(_NEW, temperature=0.0))
+        ((completion,),) = generator.generate([Request(0, prompt)], GREEDY)
     ids = torch.from_numpy(np.concatenate([prompt, completion.token_ids[:-1]]))[None]
     with torch.no_grad(), recording(model) as plain:
         model(input_ids=ids, use_cache=False)

@@ -12,13 +12,21 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+from torch import nn
 from transformers import PretrainedConfig
 
 from burnish.config.schema import EngineConfig
 from burnish.families import layers_with_experts
+from burnish.models.meta_init import plain_model
 
-_LAYERS, _HEAD_DIM, _KEY_HEADS, _WINDOW = 2, 16, 2, 16
-_ROTARY, _SOFTCAP, _EPSILON = 8, 3.0, 1e-3
+# Least number of layers; layers of each kind, if there are few kinds; most layers of so many of each.
+_LAYERS, _ALIKE, _MANY_LAYERS = 4, 3, 12
+_HEAD_DIM, _WIDE_HEAD_DIM, _KEY_HEADS, _WINDOW = 16, 24, 3, 16
+# From so many heads on, the hidden size has fewer features for each.
+_MANY_HEADS = 12
+# Bounds and epsilons that small random models reach.
+_ROTARY, _ATTENTION_SOFTCAP, _LOGIT_SOFTCAP, _EPSILON, _TIME_STEP = 8, 10.0, 30.0, 0.05, 0.3
 _EXPERTS = r"^(num|n|moe_num)_(local_|routed_)?experts$"
 _WIDTHS = r"(intermediate_size|ffn_dim|ffn_hidden_size|feed_forward_size|n_inner)"
 _AT_MOST = {
@@ -36,6 +44,7 @@ _AT_MOST = {
     r"^head_dim$": 2 * _HEAD_DIM,
     r"^(hidden_size_per_layer_input|router_hidden_size|laurel_rank)$": 16,
     r"^(max_position_embeddings|n_positions)$": 4096,
+    r"^(mamba_)?chunk_size$": 32,
     r"^(linear_(key|value)_head_dim|mamba_head_dim|(ssm_)?state_size|mamba_d_state)$": 16,
 }
 """Patterns of field names, and the most that such a field may be. The first match counts."""
@@ -60,15 +69,44 @@ _PERIOD = re.compile(r"(interval|period|frequency|layer_step)$")
 def shrunk(
     hf_config: PretrainedConfig, engine: EngineConfig, vocabulary: int | None = None
 ) -> PretrainedConfig:
-    """Return a copy with 16-wide heads, as small as the ranks of a layout can share.
+    """Return a copy with narrow heads, as small as the ranks of a layout can share.
 
-    It has at least two key heads, two layers (or one per stage) and four experts, each a multiple of the ranks that divide it.
+    If the whole model has as many, it has three key heads, three layers of each kind, four layers and four experts, each a multiple of
+    the ranks that divide it. Where the configuration has a `head_dim`, it differs from the hidden size of each head, unless the family's
+    code wants them equal.
     """
+    apart = _shrunk(hf_config, engine, vocabulary, apart=True)
+    if _has_equal_widths(apart) or not _has_equal_widths(hf_config) or _computes(apart):
+        return apart
+    return _shrunk(hf_config, engine, vocabulary, apart=False)
+
+
+def _has_equal_widths(hf_config: PretrainedConfig) -> bool:
+    """Return whether all heads together are as wide as hidden states, or the configuration does not say."""
+    text = hf_config.get_text_config()
+    width = vars(text).get("head_dim")
+    heads = getattr(text, "num_attention_heads", None)
+    return not (width and heads) or width * heads == text.hidden_size
+
+
+def _computes(hf_config: PretrainedConfig) -> bool:
+    """Return whether the output layers of transformers' attention are as wide as all heads together."""
+    with torch.device("meta"):
+        model = plain_model(hf_config)
+    text = hf_config.get_text_config()
+    wide = text.num_attention_heads * text.head_dim
+    outputs = [module for name, module in model.named_modules() if name.endswith(".o_proj")]
+    return all(module.in_features == wide for module in outputs if isinstance(module, nn.Linear))
+
+
+def _shrunk(
+    hf_config: PretrainedConfig, engine: EngineConfig, vocabulary: int | None, *, apart: bool
+) -> PretrainedConfig:
     config = copy.deepcopy(hf_config)
     text = config.get_text_config()
     tensor = math.lcm(engine.tensor_parallel, engine.expert_tensor_parallel or 1)
     by_layer = _cut_layers(text, engine.pipeline_parallel * engine.virtual_stages)
-    _narrow_heads(text, tensor, engine.sequence_parallel)
+    _narrow_heads(text, tensor, engine.sequence_parallel, apart=apart)
     _narrow_states(text)
     if getattr(text, "qk_rope_head_dim", None) and getattr(text, "qk_nope_head_dim", None):
         text.head_dim = _ROTARY
@@ -92,9 +130,11 @@ def shrunk(
 def _lowered(name: str, value: Any, tensor: int, expert: int) -> Any:
     """Return a field's value as `_AT_MOST` allows; choose soft caps and epsilons that matter."""
     if isinstance(value, int | float) and "softcap" in name:
-        return min(value, _SOFTCAP)
+        return min(value, _LOGIT_SOFTCAP if name.startswith("final") else _ATTENTION_SOFTCAP)
     if isinstance(value, float) and name.endswith(("_eps", "_epsilon")):
         return max(value, _EPSILON)
+    if isinstance(value, float) and name == "time_step_min":
+        return max(value, _TIME_STEP)
     pattern = next((each for each in _AT_MOST if re.search(each, name)), None)
     if pattern is None:
         return value
@@ -110,7 +150,7 @@ def _is_size(value: Any) -> bool:
 
 
 def _cut_layers(text: PretrainedConfig, stages: int) -> dict[int, dict[str, Any]]:
-    """Keep the first layer of every kind, at least two layers, and a multiple of the stages.
+    """Keep the first three layers of every kind, at least four layers, and a multiple of the stages.
 
     Return the overrides of single layers, which are removed from the configuration.
     """
@@ -125,17 +165,19 @@ def _cut_layers(text: PretrainedConfig, stages: int) -> dict[int, dict[str, Any]
     if fields.get(_LAST_LAYERS):
         starts[_LAST_LAYERS] = own - fields[_LAST_LAYERS]
     mixtures = set(layers_with_experts(fields))
-    kinds: dict[Any, int] = {}
+    kinds: dict[Any, list[int]] = {}
     for index in range(own):
         listed = [repr(each[index]) for each in values.values()]
         named = [index in each for each in numbers.values()]
         behind = [index >= start for start in starts.values()]
         kind = (*listed, *named, *behind, repr(overrides.get(index)), index in mixtures)
-        kinds.setdefault(kind, index)
+        kinds.setdefault(kind, []).append(index)
     periods = [v for n, v in fields.items() if _PERIOD.search(n) and _is_size(v) and not values]
-    others = [index for index in range(own) if index not in kinds.values()]
-    count = -(-max(_LAYERS, len(kinds), *periods) // stages) * stages
-    kept = sorted([*kinds.values(), *others[: max(0, count - len(kinds))]])
+    alike = _ALIKE if _ALIKE * len(kinds) <= _MANY_LAYERS else _ALIKE - 1
+    chosen = [index for of_kind in kinds.values() for index in of_kind[:alike]]
+    others = [index for index in range(own) if index not in chosen]
+    count = -(-max(_LAYERS, len(chosen), *periods) // stages) * stages
+    kept = sorted([*chosen, *others[: max(0, count - len(chosen))]])
     if own:
         text.num_hidden_layers = len(kept)
     for name, each in values.items():
@@ -162,27 +204,35 @@ def _is_numbering(values: list[Any], layers: int) -> bool:
     return rising and values[-1] < layers
 
 
-def _narrow_heads(text: PretrainedConfig, tensor: int, sequence: int) -> None:
-    """Make heads 16 wide, as few as ranks can share, and the hidden size their sum."""
+def _narrow_heads(text: PretrainedConfig, tensor: int, sequence: int, *, apart: bool) -> None:
+    """Make heads narrow, and as few as ranks can share. Set the hidden size to match."""
     heads: int = getattr(text, "num_attention_heads", None) or 0
     hidden: int = getattr(text, "hidden_size", None) or 0
     if not heads or not hidden:
         return
     own: int = getattr(text, "num_key_value_heads", None) or heads
     sharing = heads // own
-    key_heads = min(own, max(_KEY_HEADS, tensor * sequence // math.gcd(sequence, sharing)))
+    shares = tensor * sequence // math.gcd(sequence, sharing)
+    key_heads = min(own, -(-_KEY_HEADS // shares) * shares)
     text.num_attention_heads = key_heads * sharing
+    given = vars(text).get("head_dim")
+    wide = given or hidden // heads
+    head_dim = _WIDE_HEAD_DIM if wide > _HEAD_DIM else _HEAD_DIM
+    of_each = head_dim
+    if given:
+        text.head_dim = head_dim
+    if given and apart:
+        is_narrow = head_dim == _HEAD_DIM or text.num_attention_heads >= _MANY_HEADS
+        of_each = _HEAD_DIM // 2 if is_narrow else _HEAD_DIM
+    small = key_heads * sharing * of_each
     for name, value in list(vars(text).items()):
         if re.search(r"(key_value|kv)_heads$", name) and _is_size(value):
             setattr(text, name, key_heads * sharing if value == heads else min(value, key_heads))
         elif value == hidden and _is_size(value) and not re.search("vocab|position", name):
-            setattr(text, name, key_heads * sharing * _HEAD_DIM)  # the hidden size once more
-    text.hidden_size = key_heads * sharing * _HEAD_DIM
-    wide = vars(text).get("head_dim") or hidden // heads
-    if vars(text).get("head_dim"):
-        text.head_dim = _HEAD_DIM
+            setattr(text, name, small)  # the hidden size once more
+    text.hidden_size = small
     old = getattr(text, "qk_rope_head_dim", None)
-    narrower = (_ROTARY, old) if old else (_HEAD_DIM, wide)
+    narrower = (_ROTARY, old) if old else (head_dim, wide)
     if getattr(text, "rope_parameters", None):
         text.rope_parameters = _shortened(text.rope_parameters, *narrower)
 

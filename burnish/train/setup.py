@@ -54,7 +54,7 @@ from burnish.models.meta_init import (
 from burnish.records.seeds import derive_seed
 from burnish.rewards.overview import RewardFailures
 from burnish.rewards.pool import RewardPool
-from burnish.rollout.base import Generator
+from burnish.rollout.base import Generator, Sampling
 from burnish.rollout.builtin.forward import InferenceModel
 from burnish.rollout.builtin.generator import BuiltinGenerator
 from burnish.tracking.progress import Progress
@@ -194,7 +194,16 @@ def lay_foundation(
     making.require_fitting(hf_config, config.engine)
     layout, device = layout or Layout(), device or torch.device("cpu")
     tuned, generates = config.model.adapter, config.reward.given
-    prove(hf_config, layout, device, lora=tuned, generates=generates, engine=config.engine)
+    rollout = config.rollout
+    sampling = Sampling(
+        rollout.max_response_length,
+        temperature=rollout.temperature,
+        top_k=rollout.top_k,
+        top_p=rollout.top_p,
+        min_p=rollout.min_p,
+    )
+    how = {"lora": tuned, "generates": generates, "sampling": sampling, "engine": config.engine}
+    prove(hf_config, layout, device, **how)
     if config.algorithm.router_replay != "none":
         routing = import_module("burnish.models.routing")
         routing.require_routers(hf_config, "algorithm.router_replay")

@@ -136,7 +136,7 @@ def test_right_layouts_pass(root: Path, world: int) -> None:
     for found in checked(world, *(Case(config_of(root, each)) for each in (SFT, RL, COOL))):
         assert found.refusal == ""
         assert 0 < found.worst < 1e-5
-        order = ["log-probs", "loss", "gradient", "weight"]
+        order = ["log-probs", "entropies", "loss", "gradient", "weight"]
         assert found.kinds == sorted(found.kinds, key=order.index)
         assert set(found.kinds) == set(order)
 
@@ -294,7 +294,8 @@ def test_layouts_of_the_megatron_engine_pass(root: Path) -> None:
     ]
     for found in checked(2, *cases):
         assert (found.refusal, found.worst < 1e-5) == ("", True)
-        assert set(found.kinds) - {"copies"} == {"log-probs", "loss", "gradient", "weight"}
+        kinds = {"log-probs", "entropies", "loss", "gradient", "weight"}
+        assert set(found.kinds) - {"copies"} == kinds
 
 
 MEGATRON_FAULTS = {
@@ -345,7 +346,7 @@ def test_the_balance_of_experts_is_compared(root: Path) -> None:
     ]
     for config, found in zip(configs, checked(2, *map(Case, configs)), strict=True):
         assert found.refusal == "", config.engine
-        assert found.compared[12:15] == ("load-balancing loss", "loss", "gradient norm")
+        assert found.compared[24:27] == ("load-balancing loss", "loss", "gradient norm")
 
 
 CRITICS: list[dict[str, Any]] = [

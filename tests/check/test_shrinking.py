@@ -25,9 +25,9 @@ def test_a_shrunken_model_keeps_its_kind() -> None:
     )
     small = shrunk(config, EngineConfig())
     assert (config.hidden_size, config.num_hidden_layers) == (4096, 6)
-    assert small.layer_types == ["sliding_attention", "full_attention"]
-    assert (small.num_attention_heads, small.num_key_value_heads) == (8, 2)
-    assert (small.hidden_size, small.head_dim, small.sliding_window) == (128, 16, 16)
+    assert small.layer_types == ["sliding_attention"] * 3 + ["full_attention"]
+    assert (small.num_attention_heads, small.num_key_value_heads) == (12, 3)
+    assert (small.hidden_size, small.head_dim, small.sliding_window) == (96, 24, 16)
     assert small.tie_word_embeddings
     assert small.vocab_size == config.vocab_size
 
@@ -45,15 +45,15 @@ def test_a_shrunken_model_has_few_heads_of_linear_attention() -> None:
     config = AutoConfig.for_model("kimi_linear", num_hidden_layers=4, linear_attn_config=own | layers)  # fmt: skip
     small = shrunk(config, EngineConfig())
     assert max(small.linear_head_dim, small.linear_num_heads) <= 16
-    assert small.layer_types == ["linear_attention", "linear_attention", "full_attention"]
+    assert small.layer_types == ["linear_attention"] * 3 + ["full_attention"]
 
 
 @pytest.mark.parametrize(
     ("fields", "left"),
     [
-        ({"mlp_only_layers": [0, 1, 2], "num_hidden_layers": 6}, [1]),
-        ({"mlp_only_layers": [], "decoder_sparse_step": 3, "num_hidden_layers": 6}, [1]),
-        ({"mlp_only_layers": [], "num_hidden_layers": 6}, [0, 1]),
+        ({"mlp_only_layers": [0, 1, 2], "num_hidden_layers": 6}, [3, 4, 5]),
+        ({"mlp_only_layers": [], "decoder_sparse_step": 3, "num_hidden_layers": 6}, [2, 4]),
+        ({"mlp_only_layers": [], "num_hidden_layers": 6}, [0, 1, 2, 3]),
         ({"mlp_only_layers": [0, 1, 2]}, []),
     ],
     ids=str,
@@ -66,7 +66,7 @@ def test_a_shrunken_mixture_keeps_its_kinds_of_layers(
 
 
 @pytest.mark.parametrize(
-    ("tensor", "sequence", "heads", "key_heads"), [(1, 1, 8, 2), (4, 1, 16, 4), (2, 8, 16, 4)]
+    ("tensor", "sequence", "heads", "key_heads"), [(1, 1, 12, 3), (4, 1, 16, 4), (2, 8, 16, 4)]
 )
 def test_a_shrunken_model_can_be_shared(
     tensor: int, sequence: int, heads: int, key_heads: int
@@ -85,3 +85,22 @@ def test_a_shrunken_model_has_no_more_key_heads_than_the_whole_one() -> None:
     small = shrunk(config, engine)
     assert (small.num_attention_heads, small.num_key_value_heads) == (16, 2)
     require_fitting(small, engine)
+
+
+@pytest.mark.parametrize(
+    ("family", "fields", "head_dim", "hidden"),
+    [
+        ("llama", {"hidden_size": 512, "head_dim": 64, "num_attention_heads": 8}, 24, 6 * 16),
+        ("llama", {"hidden_size": 64, "head_dim": 8, "num_attention_heads": 8}, 16, 6 * 8),
+        ("qwen3", {"hidden_size": 512, "head_dim": 128, "num_attention_heads": 32}, 24, 24 * 8),
+        # Whose output layer wants heads as wide as hidden states.
+        ("helium", {"hidden_size": 512, "head_dim": 64, "num_attention_heads": 8}, 24, 6 * 24),
+    ],
+    ids=str,
+)
+def test_heads_are_not_as_wide_as_hidden_states_where_they_need_not_be(
+    family: str, fields: dict[str, int], head_dim: int, hidden: int
+) -> None:
+    config = AutoConfig.for_model(family, num_key_value_heads=4, **fields)
+    small = shrunk(config, EngineConfig())
+    assert (small.head_dim, small.hidden_size, small.num_key_value_heads) == (head_dim, hidden, 3)

@@ -38,6 +38,11 @@ def pack_mixers(model: PreTrainedModel) -> None:
                     norm.__class__ = type(kind.__name__, (_TokenwiseNorm, kind), {})
 
 
+def has_mixers(model: nn.Module) -> bool:
+    """Return whether `pack_mixers` has found layers with state."""
+    return any(isinstance(module, _PackedMixer) for module in model.modules())
+
+
 def _cache_of(module: nn.Module) -> str | None:
     """Return the keyword for the cache of a layer with a convolution over tokens, else None."""
     if not any(isinstance(child, nn.Conv1d) for child in module.children()):
