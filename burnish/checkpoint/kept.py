@@ -47,6 +47,7 @@ class KeptFile:
             xxhash.xxh3_128(header),
             path.with_name(f".{path.name}.{uuid.uuid4().hex}"),
         )
+        path.parent.mkdir(exist_ok=True)
         try:
             with partial.open("xb") as file:
                 file.write(header)

@@ -4,7 +4,7 @@
 runs/NAME/
   config.yaml  environment.json  status.json  metrics.jsonl  tensorboard/
   rollouts/{step,validation}-00000010[.rest].jsonl.gz  checkpoints/  report.html
-  kept.safetensors  profiles/step-00000010.rank-0.json.gz  traces/{step,validation}-00000010.jsonl.gz  git.diff  logs/rank-0.log
+  kept/tensors.safetensors  profiles/step-00000010.rank-0.json.gz  traces/{step,validation}-00000010.jsonl.gz  git.diff  logs/rank-0.log
   evaluations/1/{config.yaml,metrics.jsonl,rollouts/,...}
 ```
 """
@@ -58,8 +58,8 @@ class RunDirectory:
         self.traces = root / "traces"
         self.profiles = root / "profiles"
         self.checkpoints = root / CHECKPOINTS
-        self.kept = root / "kept.safetensors"
-        """The tensors beside a composite's language model, which every step gets."""
+        self.kept = root / "kept" / "tensors.safetensors"
+        """The tensors beside a composite's language model, which every step gets. The run's directory is no model, so not there."""
         self.servers = root / "servers"
         self.report = root / "report.html"
 

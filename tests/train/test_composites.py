@@ -72,6 +72,8 @@ def test_images_have_the_same_answer_before_and_after(tmp_path, kind, trainer):
     step = newest(run)
     assert list(verify(step)) == []
     assert raw(step / "model") == raw(whole)
+    for one, other in ((run, step), (step / "model", whole)):
+        assert burnish(tmp_path, "ckpt", "diff", str(one), str(other))[0] == 0
     for before, after in zip(answers(whole, kind), answers(step / "model", kind), strict=True):
         assert torch.equal(before, after)
     for name in ("preprocessor_config.json", "processor_config.json"):
@@ -247,7 +249,7 @@ def test_a_changed_copy_of_the_kept_tensors_is_saved_by_no_step(tmp_path):
     save_composite(whole, "llava")
     command = Command(tmp_path, ["sft", settings(tmp_path, SFT), "steps=40"])
     assert command.reached(2)
-    kept = tmp_path / "runs" / "run" / "kept.safetensors"
+    kept = tmp_path / "runs" / "run" / "kept" / "tensors.safetensors"
     with kept.open("r+b") as file:
         file.seek(-1, 2)
         last = file.read(1)
