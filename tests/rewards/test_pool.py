@@ -730,6 +730,24 @@ def test_a_module_that_ends_the_process(tmp_path: Path, source: str, have: str) 
         RewardPool(config)
 
 
+def test_a_module_that_ends_the_process_once_is_imported_again(tmp_path: Path, texts) -> None:
+    """Also between calls, when a worker that died is replaced."""
+    (tmp_path / "once.py").write_text(
+        "import os, pathlib\n"
+        f"mark = pathlib.Path({str(tmp_path)!r}) / 'mark'\n"
+        "if not mark.exists():\n    mark.touch()\n    os._exit(3)\n"
+        "def pid(solution_str): return float(os.getpid())\n"
+    )
+    config = RewardConfig(functions=[{"function": f"{tmp_path}/once.py:pid"}], workers=1)
+    with RewardPool(config) as pool:
+        (first,) = pool.score(texts("a"))
+        (tmp_path / "mark").unlink()
+        os.kill(int(first.reward), signal.SIGKILL)
+        (second,) = pool.score(texts("a"))
+    assert first.reward_error is second.reward_error is None
+    assert first.reward != second.reward
+
+
 def test_a_module_that_hangs(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr("burnish.rewards.pool._START_SECONDS", 1.0)
     (tmp_path / "hangs.py").write_text("while True: pass")

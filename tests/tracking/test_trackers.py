@@ -23,7 +23,7 @@ from burnish.errors import CorruptError, UsageError
 from burnish.records import Rollout
 from burnish.tracking.rollouts import rollout_files
 from burnish.tracking.rundir import RunDirectory
-from burnish.tracking.services import TensorBoardTracker
+from burnish.tracking.services import TensorBoardTracker, _sample_table
 from burnish.tracking.trackers import (
     TRACKERS,
     BackgroundTracker,
@@ -394,6 +394,11 @@ class TestTensorBoardTracker(RecordContract):
             for scalar in events.Scalars(name):
                 record.setdefault(scalar.step, {})[name] = scalar.value
         return record
+
+    def test_a_sample_without_a_reward_keeps_its_column_a_number(self) -> None:
+        """A table of W&B refuses a column of numbers and texts."""
+        dropped, kept = _sample_table([{**ROWS[0], "reward": "NaN"}, {**ROWS[0], "reward": 0.5}])
+        assert (dropped["reward"], kept["reward"]) == (None, 0.5)
 
     def test_samples_are_texts_that_are_only_shown(self, tmp_path: Path) -> None:
         tracker = self.open(tmp_path)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import numpy as np
 import pytest
 from checkpoints_for_tests import committed
-from training_files import burnish, done, make_files, metrics, outcome, rollouts
+from training_files import burnish, done, make_files, metrics, outcome, ranks, rollouts
 
 REWARDS = """\
 import os, signal
@@ -93,32 +94,40 @@ def test_an_evaluation_leaves_out_what_nobody_judges(work: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "settings",
+    ("settings", "world"),
     [
-        [],
-        pytest.param(["rollout.ahead=2", "algorithm.mismatch_cap=2"], marks=pytest.mark.nightly),
-        pytest.param([*IN_A_CHILD, "algorithm.mismatch_cap=2"], marks=pytest.mark.nightly),
-        pytest.param(["algorithm.dynamic_sampling.enabled=true"], marks=pytest.mark.nightly),
+        ([], 1),
+        *(
+            pytest.param(*each, marks=pytest.mark.nightly)
+            for each in [
+                (["rollout.ahead=2", "algorithm.mismatch_cap=2"], 1),
+                ([*IN_A_CHILD, "algorithm.mismatch_cap=2"], 1),
+                (["algorithm.dynamic_sampling.enabled=true"], 1),
+                ([], 2),
+            ]
+        ),
     ],
-    ids=["plain", "ahead", "child", "dynamic"],
+    ids=["plain", "ahead", "child", "dynamic", "ranks"],
 )
 def test_a_run_that_loses_its_rewards_saves_and_goes_on_when_they_are_mended(
-    work: Path, settings: list[str], request: pytest.FixtureRequest
+    work: Path, settings: list[str], world: int, request: pytest.FixtureRequest
 ) -> None:
     for name in ("breaks.calls", "mended"):
         (work / name).unlink(missing_ok=True)
     kind = request.node.callspec.id
     argv = [*RL, "steps=5", f"name=breaks_{kind}", *settings, reward("breaks")]
-    code, said = burnish(work, *argv)
-    assert code == 2, said
-    assert "judge.example is out" in said
+    started = ranks(work, argv, world)
+    codes = [each.wait() for each in started]
+    said = "\n".join(each.output for each in started)
+    assert codes == [2] * world, said
+    assert len(re.findall("error: .*\n.*judge.example is out", said)) == 1, said
     assert "Traceback" not in said
     steps = [each.step for each in committed(work / "runs" / f"breaks_{kind}" / "checkpoints")]
     assert steps
     assert 0 < steps[-1] < 5
     (work / "mended").touch()
-    run = done(work, *argv)
-    peace = done(work, *argv, f"name=mended_{kind}")
+    run = done(work, *argv, world=world)
+    peace = done(work, *argv, f"name=mended_{kind}", world=world)
     assert outcome(run) == outcome(peace)
 
 
