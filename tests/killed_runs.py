@@ -155,7 +155,8 @@ def generators_killed(
 
     Such a run ends by name, and the same command goes on. `tell` is called after every kill.
     """
-    moments, made, wrong, attempt = random.Random(f"generators {world}"), 0, 0, 0
+    moments = random.Random(f"generators {world}")
+    made = wrong = attempt = tried = 0
     anew = {ANEW: "1"}  # so that the system names the process that started each
     argv = [*GENERATING, *SAVING]
     peace = outcome(done(work, *argv, f"name=made_{world}", world=world, environ=anew))
@@ -165,7 +166,8 @@ def generators_killed(
         codes = [1]
         while made < kills and codes != [0] * world:
             started = ranks(work, named, world, environ=anew)
-            if made % 4:
+            tried += 1
+            if tried % 4:  # else it may not have begun to generate
                 started[0].reached(0)
             time.sleep(moments.uniform(0, 1.5))
             victims = [pid for each in started for pid in beside(each)]

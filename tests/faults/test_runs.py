@@ -200,6 +200,7 @@ def test_a_finished_run_stays_as_it_is(work, in_peace):
     assert outcome(done(work, *KINDS["rl"], "name=peace_rl")) == before
 
 
+@pytest.mark.timeout(3000)
 @pytest.mark.parametrize(
     ("kind", "world"),
     [REWARD_RUNS[0], *(pytest.param(*each, marks=pytest.mark.nightly) for each in REWARD_RUNS[1:])],
@@ -209,6 +210,7 @@ def test_killed_while_they_compute_rewards_processes_leave_no_trace(work, kind, 
 
 
 @pytest.mark.nightly
+@pytest.mark.timeout(3000)
 @pytest.mark.parametrize("world", [1, 2])
 def test_killed_generators_end_a_run_which_comes_to_the_same(work, world):
     assert generators_killed(work, world, kills=4) == 0
