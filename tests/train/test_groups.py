@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from ranks import run_ranks
+from tokenizers_for_tests import char_tokenizer
 
 from burnish.algorithms.base import ScoredRollouts, load_advantage
 from burnish.config.schema import AdvantageName, RewardConfig, RunConfig
@@ -342,7 +343,7 @@ def test_a_device_s_cache_is_emptied_for_a_generator_beside_it_alone(
     generator = SimpleNamespace(central=True)
     monkeypatch.setattr("burnish.train.setup.make_generator", lambda foundation: generator)
     config = configured(rollout={"place": place})
-    foundation: Any = SimpleNamespace(config=config, tokenizer=None, layout=Layout())
+    foundation: Any = SimpleNamespace(config=config, tokenizer=char_tokenizer(), layout=Layout())
     pool: Any = SimpleNamespace(score=None)
     progress = Progress(enabled=False)
     collector = make_collector(foundation, pool, lambda: None, progress, None)
