@@ -59,11 +59,11 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     family: ({}, "")
     for family in (
         "axk2", "bert", "bloom", "codegen", "deepseek_v32", "deepseek_v4", "diffllama",
-        "doge", "falcon", "falcon_mamba", "gemma3", "gemma3n",
+        "doge", "falcon", "falcon_mamba", "gemma3n", "glm4v",
         "glm_moe_dsa", "gpt_neo", "gptj", "hrm_text",
         "hy_v4", "inkling_text", "llama4", "llama4_text",
         "minimax", "mllama", "modernbert-decoder", "mpt", "openai-gpt",
-        "phi", "recurrent_gemma",
+        "phi", "qwen2_5_vl", "qwen3_vl", "recurrent_gemma",
         "rwkv", "stablelm", "xglm", "xlnet", "xlstm", "zamba2",
     )
 }  # fmt: skip
