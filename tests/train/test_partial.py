@@ -21,6 +21,7 @@ from nights import draws
 from burnish.boxes.shards import Publication
 from burnish.checkpoint.manifest import Commit, Manifest
 from burnish.checkpoint.steps import Committed
+from burnish.config.schema import RewardConfig
 from burnish.data.loader import Loader
 from burnish.records import Completion, Prompt, Request, Rollout
 from burnish.records.rollout_table import RolloutTable
@@ -184,7 +185,8 @@ def test_a_killed_run_goes_on_with_what_was_begun(
     pending, partial = tuple[DrawnBatch, ...](), dict[SampleKey, Completion]()
     for steps, ahead, killed_later in [*starts, (total, 2, False)]:
         rollout = SimpleNamespace(ahead=ahead, in_flight=True)
-        config = SimpleNamespace(rollout=rollout, critic=SimpleNamespace(warmup_steps=0))
+        critic, reward = SimpleNamespace(warmup_steps=0), RewardConfig()
+        config = SimpleNamespace(rollout=rollout, critic=critic, reward=reward)
         generator = Ticking(random.Random(order), pause)
         loader = Loader(1, 0, shuffle=False, cursor=(step + len(pending)) * PROMPTS)
         queue = RolloutQueue(Sampled(config, Collected(generator), loader), total)  # type: ignore[arg-type]

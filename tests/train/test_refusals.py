@@ -24,7 +24,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 RUN = ["sft", "sft.yaml", "model.fresh=null", "model.tokenizer=null", "model.path=base", "evaluation.every=0", "name=run"]  # fmt: skip
 STEP = "runs/run/checkpoints/step-00000002"
-PROBE = At("burnish.engines.torch.torch_engine:TorchEngine.load", 1, signal.SIGKILL)
+PROBE = At("burnish.checkpoint.load:CheckpointSource.fill", 1, signal.SIGKILL)
 SETS = ("model/model", "training/residual", "training/exp_avg", "training/exp_avg_sq")
 
 

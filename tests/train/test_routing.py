@@ -50,6 +50,8 @@ def test_old_logprobs_are_exactly_those_of_the_first_update(
     plain = TorchEngine.forward_backward
 
     def compared(engine: TorchEngine, batch: Batch, loss: LossFn) -> Stats:
+        if all(micro.experts is None for micro in batch.microbatches):
+            return plain(engine, batch, loss)  # the comparison before the run
         outputs = engine.forward(batch, experts=True)
         same = True
         for micro, output in zip(batch.microbatches, outputs, strict=True):
