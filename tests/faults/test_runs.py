@@ -200,11 +200,9 @@ def test_a_finished_run_stays_as_it_is(work, in_peace):
     assert outcome(done(work, *KINDS["rl"], "name=peace_rl")) == before
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(3000)
-@pytest.mark.parametrize(
-    ("kind", "world"),
-    [REWARD_RUNS[0], *(pytest.param(*each, marks=pytest.mark.nightly) for each in REWARD_RUNS[1:])],
-)
+@pytest.mark.parametrize(("kind", "world"), REWARD_RUNS)
 def test_killed_while_they_compute_rewards_processes_leave_no_trace(work, kind, world):
     assert judges_killed(work, kind, world, kills=3 if (kind, world) == REWARD_RUNS[0] else 12) == 0
 

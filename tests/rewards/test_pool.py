@@ -418,6 +418,7 @@ def test_a_process_that_ends_once_changes_no_reward(make_pool, texts, tmp_path: 
             pool.close()
 
 
+@pytest.mark.nightly
 def test_only_the_completion_fails_whose_process_ends_always(make_pool, texts, caplog) -> None:
     said = [str(i) for i in range(9)]
     for how, told in HOW_A_PROCESS_ENDS.items():
@@ -444,6 +445,7 @@ def test_parts_of_a_call_have_their_own_columns(make_pool, make_rollout) -> None
         pool.close()
 
 
+@pytest.mark.nightly
 def test_a_function_that_ends_most_of_its_processes_is_asked_a_bounded_number_of_times(
     make_pool, texts, tmp_path: Path
 ) -> None:
