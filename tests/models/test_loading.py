@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
+from packaging.version import Version
 from tiny import FAMILIES, VOCAB, save_tiny, tiny_config, tiny_model
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -31,6 +33,9 @@ from burnish.models.loading import (
 )
 from burnish.models.meta_init import build_on_meta, fill_buffers, materialize
 from burnish.models.names import model_shards
+
+# Older ones erase special tokens of config.json that the tokenizer lacks, and further tokens that end completions.
+KEEPS_TOKENS = Version(transformers.__version__) >= Version("5.19")
 
 
 def test_config_of_a_directory(tmp_path):
@@ -158,16 +163,18 @@ def test_assets_and_weights_make_a_hugging_face_directory(tmp_path, family, toke
     assert back.dtype == torch.bfloat16
     for name, tensor in model.state_dict().items():
         assert torch.equal(back.state_dict()[name], tensor)
-    align_special_tokens(model, tokenizer)
-    model.config.save_pretrained(tmp_path / "theirs")
-    theirs = json.loads((tmp_path / "theirs" / "config.json").read_text())
-    ours = json.loads((tmp_path / "out" / "config.json").read_text())
-    assert ours == theirs
+    if KEEPS_TOKENS:
+        align_special_tokens(model, tokenizer)
+        model.config.save_pretrained(tmp_path / "theirs")
+        theirs = json.loads((tmp_path / "theirs" / "config.json").read_text())
+        ours = json.loads((tmp_path / "out" / "config.json").read_text())
+        assert ours == theirs
     again = AutoTokenizer.from_pretrained(tmp_path / "out")
     assert again("a b").input_ids == [2, 3]
     assert again.chat_template == tokenizer.chat_template
 
 
+@pytest.mark.skipif(not KEEPS_TOKENS, reason="an older Trainer is another oracle")
 @pytest.mark.parametrize("given", [2, [5, 2], [5, 1, 2], None])
 @pytest.mark.parametrize("generation", ["absent", 7, [7, 2], [1, 7]])
 @pytest.mark.parametrize("pad", ["<pad>", None])
