@@ -214,7 +214,7 @@ def _material(
         )
     if lora is not None:
         # Larger random adapters would saturate attention and Jamba's time steps, which magnifies rounding.
-        most = 0.5 * (math.sqrt(lora.rank) if lora.rslora else lora.rank)
+        most = 0.25 * (math.sqrt(lora.rank) if lora.rslora else lora.rank)
         lora = lora.model_copy(update={"alpha": min(lora.alpha, most)})
     examples = _examples(config, _LONGEST_OF_STATES if has_mixers(model) else _LONGEST)
     return Material(
