@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import logging
-from contextlib import suppress
 
 import torch
 from transformers import AutoConfig, PretrainedConfig
 
-from burnish.check.proof_key import proof_place
+from burnish.check.proof_key import keep_proof, proof_place
 from burnish.check.shrinking import shrunk
 from burnish.config.schema import EngineConfig
 from burnish.distributed.layout import Layout
@@ -16,7 +15,6 @@ from burnish.errors import IncompatibleError, refusing
 from burnish.models.composite import class_of, module_like
 from burnish.models.loading import Composite
 from burnish.models.meta_init import plain_model
-from burnish.tracking.rundir import write_atomically
 
 _VOCABULARY, _TOKENS, _SEED, _TOLERANCE = 64, 24, 5, 1e-4
 _PLACEHOLDERS = ("_token_id", "_token_index")
@@ -53,9 +51,7 @@ def prove_composite(
         )
     if layout is None or layout.is_main:
         _log.info("checked: a small %s reads texts as its language model does", whole.model_type)
-    if layout is None or layout.local_rank == 0:
-        with suppress(OSError):  # the next run proves it again
-            write_atomically(place, b"passed\n")
+    keep_proof(place, layout or Layout())
 
 
 def _error(whole: PretrainedConfig, hf_config: PretrainedConfig) -> float:

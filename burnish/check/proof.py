@@ -11,9 +11,8 @@ import logging
 import math
 import warnings
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from pathlib import Path
 from time import perf_counter
 
 import numpy as np
@@ -47,7 +46,7 @@ from burnish.check.generation import (
     of_completion,
 )
 from burnish.check.precision import of_rounding, require_attention
-from burnish.check.proof_key import proof_place
+from burnish.check.proof_key import keep_proof, proof_place
 from burnish.check.shrinking import shrunk
 from burnish.config.schema import EngineConfig, LoraConfig, OptimConfig
 from burnish.distributed.collectives import gather_objects
@@ -61,7 +60,6 @@ from burnish.models.kernels.mixers import has_mixers
 from burnish.models.meta_init import build_on_meta, longest_sequence, plain_model
 from burnish.records import Example, MicroBatch, Request, TokenIds, TokenOutputs
 from burnish.rollout.base import Sampling
-from burnish.tracking.rundir import write_atomically
 from burnish.tracking.stats import Stats
 
 # The small model's vocabulary; tokens of a prompt, of the longest sequence, of a micro-batch; the seed of weights and tokens.
@@ -140,7 +138,7 @@ def prove(
         _log.info(
             "checked: a small %s is the same %s, to %.0e, in %.1f s", kind, how, worst, seconds
         )
-    _keep(place, layout)
+    keep_proof(place, layout)
 
 
 def prove_layout(
@@ -161,15 +159,7 @@ def prove_layout(
     begun = perf_counter()
     with _computing(hf_config.get_text_config().model_type, lora):
         given = _material(hf_config, config, lora)
-        small = make_engine(
-            given.hf_config,
-            given.engine,
-            given.optim,
-            layout=layout,
-            device=device,
-            lora=given.lora,
-            beside=engine,
-        )
+        small = _small_engine(given, layout, device, beside=engine)
         differences = compared(small, given)
         small.close()
     require_equal(differences, layout, _TOLERANCE)
@@ -177,7 +167,7 @@ def prove_layout(
         worst, seconds = max(each.error for each in differences), perf_counter() - begun
         said = "checked: %d processes are the same as one, to %.0e, in %.1f s"
         _log.info(said, layout.world, worst, seconds)
-    _keep(place, layout)
+    keep_proof(place, layout)
 
 
 def _computing(kind: str, lora: LoraConfig | None) -> AbstractContextManager[None]:
@@ -288,20 +278,27 @@ def _step(given: Material, device: torch.device) -> BatchOutcome:
     with alone as layout, warnings.catch_warnings():
         # OPT's layers return views. The comparison shows whether that matters.
         warnings.filterwarnings("ignore", "FSDP2-wrapped module", UserWarning)
-        engine = make_engine(
-            given.hf_config,
-            given.engine,
-            given.optim,
-            layout=layout,
-            device=device,
-            lora=given.lora,
-        )
+        engine = _small_engine(given, layout, device)
         weights = RandomWeights(given.seed)
         engine.load(weights, Part.FROZEN)
         engine.load(weights, Part.WEIGHTS)
         outcome = step_of_engine(engine, given.batch(layout, _BUDGET), given.loss, given.optim)
         engine.close()
         return outcome
+
+
+def _small_engine(
+    given: Material, layout: Layout, device: torch.device, beside: Engine | None = None
+) -> Engine:
+    return make_engine(
+        given.hf_config,
+        given.engine,
+        given.optim,
+        layout=layout,
+        device=device,
+        lora=given.lora,
+        beside=beside,
+    )
 
 
 def _of_generation(
@@ -397,9 +394,3 @@ def _first_module(found: Modules, wanted: Modules) -> str | None:
         ):
             return name
     return None
-
-
-def _keep(place: Path, layout: Layout) -> None:
-    if layout.local_rank == 0:
-        with suppress(OSError):  # the next run proves it again
-            write_atomically(place, b"passed\n")

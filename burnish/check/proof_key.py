@@ -12,6 +12,7 @@ import os
 import re
 import sys
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -23,7 +24,9 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig
 from transformers.utils.import_utils import PACKAGE_DISTRIBUTION_MAPPING
 
 from burnish.distributed.device import device_name
+from burnish.distributed.layout import Layout
 from burnish.files.cache import cache_root
+from burnish.tracking.rundir import write_atomically
 
 _TRANSFORMERS = Path(str(transformers.__file__)).parent
 _MODELS = _TRANSFORMERS / "models"
@@ -44,6 +47,13 @@ _KERNEL_VARIABLES = re.compile(
     r"|PYTORCH|TILELANG|TORCH|TORCHINDUCTOR|TRITON|XFORMERS)_|^(USE_HUB_KERNELS|DISABLE_KERNEL_MAPPING)$"
 )
 """Environment variables that choose kernels or their precision, by the libraries' prefixes."""
+
+
+def keep_proof(place: Path, layout: Layout) -> None:
+    """Record a passed proof at its place, once for each machine."""
+    if layout.local_rank == 0:
+        with suppress(OSError):  # the next run proves it again
+            write_atomically(place, b"passed\n")
 
 
 def proof_place(hf_config: PretrainedConfig, device: torch.device, how: Any) -> Path:
