@@ -24,6 +24,7 @@ from burnish.models.lora.adapter import (
     Adapter,
     FreshAdapter,
     adapter_record,
+    target_weights,
     warn_of_unadapted,
 )
 from burnish.models.lora.adapter_config import save_adapter_config
@@ -244,3 +245,12 @@ def test_a_digest_tells_models_of_one_shape_apart(tmp_path: Path) -> None:
     config = again / "config.json"
     config.write_text(config.read_text().replace('"rms_norm_eps": 1e-06', '"rms_norm_eps": 1e-05'))
     assert model_digest(first) != model_digest(again)
+
+
+def test_layers_that_peft_would_not_find_again_get_no_adapter():
+    """transformers renames Laguna's shared experts in the names of an adapter, too."""
+    model = build_on_meta(AutoConfig.for_model("laguna"))
+    kinds = {name.split(".")[-2] for name in target_weights(model, LoraConfig(rank=2))}
+    assert kinds == {"q_proj", "k_proj", "v_proj", "o_proj", "g_proj"}
+    with pytest.raises(IncompatibleError, match=r"shared_experts.*\n.*\n.*up_proj"):
+        target_weights(model, LoraConfig(rank=2, targets=["q_proj", "up_proj"]))

@@ -21,6 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightRenaming
 from transformers.pytorch_utils import Conv1D
 
 from burnish.boxes.box import Box, whole
@@ -230,12 +232,20 @@ class _MergedShard(Shard):
 
 
 def target_weights(model: PreTrainedModel, config: LoraConfig) -> list[str]:
-    """Return the names of the weights that `config` adapts. Raises `IncompatibleError` if some are missing."""
+    """Return the names of the weights that `config` adapts. Raises `IncompatibleError` if some are missing, or would be lost."""
     layers = _linear_weights(model)
     weights = [*layers, *expert_parameters(model)]
     require_targets(config.targets, kinds_of(weights))
-    wanted = config.targets or _default_targets(model, kinds_of(layers))
-    return [name for name in weights if kinds_of([name])[0] in wanted]
+    wanted = config.targets or _default_targets(model, layers)
+    found = [name for name in weights if kinds_of([name])[0] in wanted]
+    if lost := _renamed(model, found):
+        raise IncompatibleError(
+            "PEFT would not find a part of this adapter again: transformers renames its layers on reading",
+            have=few(lost),
+            want="layers that keep their names",
+            do=f"take {few(kinds_of(lost))} out of model.lora.targets",
+        )
+    return found
 
 
 def warn_of_unadapted(config: LoraConfig, hf_config: PretrainedConfig) -> None:
@@ -243,9 +253,9 @@ def warn_of_unadapted(config: LoraConfig, hf_config: PretrainedConfig) -> None:
     if config.targets:
         return
     model = build_on_meta(hf_config)
-    layers = kinds_of(_linear_weights(model))
+    layers = _linear_weights(model)
     adapted = _default_targets(model, layers)
-    if left_out := [name for name in layers if name not in adapted]:
+    if left_out := [name for name in kinds_of(layers) if name not in adapted]:
         _log.warning(
             "the linear layers %s get no adapter: in models of type %s it would not be applied",
             few(left_out),
@@ -262,10 +272,22 @@ def _linear_weights(model: PreTrainedModel) -> list[str]:
 
 
 def _default_targets(model: PreTrainedModel, layers: Sequence[str]) -> list[str]:
-    """Return the kinds of linear layers that can have an adapter."""
+    """Return the kinds of these linear layers that can have an adapter."""
     text = model.config.get_text_config()
-    read_directly = family_of(text.model_type).reads_directly
-    return [n for n in layers if n not in read_directly and _is_adaptable(model.config, n)]
+    without = {*family_of(text.model_type).reads_directly, *kinds_of(_renamed(model, layers))}
+    kinds = kinds_of(layers)
+    return [kind for kind in kinds if kind not in without and _is_adaptable(model.config, kind)]
+
+
+def _renamed(model: PreTrainedModel, weights: Iterable[str]) -> list[str]:
+    """Return the weights that transformers calls otherwise when PEFT reads an adapter, as Laguna's shared experts."""
+    mapping = get_model_conversion_mapping(model)
+    renamings = [each for each in mapping if isinstance(each, WeightRenaming)]
+    return [
+        name
+        for name in weights
+        if any(each.rename_source_key(name)[0] != name for each in renamings)
+    ]
 
 
 def _is_transposed(model: PreTrainedModel, weights: Iterable[str]) -> bool:
