@@ -149,7 +149,7 @@ _COMMANDS = {
     ),
     "config explain": ("settings:explain", "KEY", "Explain a setting and list its values."),
     "config translate": (
-        "settings:translate",
+        "translate:run_translate",
         "FILE|ARGUMENTS",
         "Print a configuration from arguments of verl, TRL or OpenRLHF. Arguments without a counterpart become comments.",
     ),

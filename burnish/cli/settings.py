@@ -1,4 +1,4 @@
-"""`burnish config check`, `show`, `explain`, `translate` and `schema`, which need no run."""
+"""`burnish config check`, `show`, `explain` and `schema`, which need no run."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ from burnish.config.keys import Key, known_keys, plain_name
 from burnish.config.load import DEFAULT, load_config, load_with_origins
 from burnish.config.schema import RunConfig
 from burnish.config.suggestions import suggestion
-from burnish.config.translate import translated
 from burnish.errors import UsageError
 from burnish.train.own_directory import recorded_config
 
@@ -73,11 +72,6 @@ def explain(given: Namespace) -> None:
         console.print()
     if below:
         _list(console, below)
-
-
-def translate(given: Namespace) -> None:
-    """Print a configuration with the meaning of another framework's arguments."""
-    print_text(translated(given.words).rstrip())
 
 
 def schema(given: Namespace) -> None:

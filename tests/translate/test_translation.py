@@ -12,8 +12,8 @@ import yaml
 from burnish.config.constraints import check
 from burnish.config.load import load_config
 from burnish.config.schema import RunConfig
-from burnish.config.translate import translated
 from burnish.errors import MissingError, UsageError
+from burnish.translate.translation import translated
 
 VERL = r"""
 set -x

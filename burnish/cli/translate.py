@@ -1,0 +1,13 @@
+"""`burnish config translate`: print the arguments of another framework as a configuration."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+
+from burnish.cli.output import print_text
+from burnish.translate.translation import translated
+
+
+def run_translate(given: Namespace) -> None:
+    """Print a configuration with the meaning of another framework's arguments."""
+    print_text(translated(given.words).rstrip())

@@ -1,0 +1,1 @@
+"""Translate arguments of other frameworks: an option that only its command loads."""
