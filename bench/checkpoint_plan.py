@@ -15,7 +15,7 @@ import torch
 from burnish.boxes.pieces import PieceTable
 from burnish.boxes.shards import TensorSpec
 from burnish.boxes.table import BoxTable
-from burnish.checkpoint.layout import MAIN, Disks, WritePlan
+from burnish.checkpoint.write_plan import MAIN, Disks, WritePlan
 from burnish.distributed.device import peak_memory, reset_peak_memory, used_memory
 from burnish.distributed.layout import Layout
 

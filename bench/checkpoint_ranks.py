@@ -35,12 +35,12 @@ from bench.checkpoint_state import model_settings
 from bench.peers import Turns
 from burnish.boxes.box import Box
 from burnish.boxes.shards import Shard, TensorSpec
-from burnish.checkpoint.layout import MAIN
 from burnish.checkpoint.load import CheckpointSource
 from burnish.checkpoint.manager import Checkpoints
 from burnish.checkpoint.retention import Retention
 from burnish.checkpoint.save import Contents, ModelContents
 from burnish.checkpoint.steps import newest
+from burnish.checkpoint.write_plan import MAIN
 from burnish.distributed.device import peak_memory, reset_peak_memory, used_memory
 from burnish.distributed.host_memory import Arena
 from burnish.distributed.layout import Layout

@@ -53,7 +53,7 @@ from burnish.families import ModelShape
 from burnish.models.flops import Passed
 from burnish.models.meta_init import count_flops
 from burnish.plan.devices import parse_devices
-from burnish.plan.layouts import Planner
+from burnish.plan.layout_search import Planner
 from burnish.rewards.pool import RewardPool
 from burnish.rollout.base import Sampling
 

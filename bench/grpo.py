@@ -14,7 +14,7 @@ process that has waited is cold, which it is not in training. Ratios are medians
 rounds of TRL's seconds over ours in the same round. On a machine that others use at the same time,
 `--threads 1 --clock cpu` compares the processor time of the processes.
 
-Our step has the parts of `burnish.train.rl` without the run around it (metrics files, checkpoints), just as
+Our step has the parts of `burnish.methods.rl` without the run around it (metrics files, checkpoints), just as
 TRL's is timed without its logging.
 """
 
@@ -42,6 +42,8 @@ from burnish.data.loader import Loader
 from burnish.distributed.layout import Layout
 from burnish.distributed.processes import launch
 from burnish.engines.base import Part
+from burnish.methods.parts.policy_update import PolicyUpdate
+from burnish.methods.parts.rollouts import Collector, GroupSampler
 from burnish.records import StopReason
 from burnish.rewards.overview import RewardFailures
 from burnish.rewards.pool import RewardPool
@@ -49,10 +51,8 @@ from burnish.rollout.base import Sampling, Watch
 from burnish.rollout.builtin.forward import InferenceModel
 from burnish.rollout.builtin.generator import BuiltinGenerator, SlotSequence
 from burnish.rollout.running import StopRule
+from burnish.runs.setup import lay_foundation, make_engine, prompt_dataset
 from burnish.tracking.progress import Progress
-from burnish.train.collect import Collector, GroupSampler
-from burnish.train.policy_update import PolicyUpdate
-from burnish.train.setup import lay_foundation, make_engine, prompt_dataset
 
 PROMPTS, SAMPLES, PROMPT_WORDS, LR = 16, 8, 24, 1e-5
 FIXED, SHORTEST, LONGEST = 64, 8, 256

@@ -44,7 +44,7 @@ from bench.planning_meter import Meter
 from bench.planning_saves import Saves
 from burnish.algorithms.critic import value_loss_fn
 from burnish.algorithms.loss import sft_loss
-from burnish.checkpoint.layout import MAIN
+from burnish.checkpoint.write_plan import MAIN
 from burnish.config.schema import DistributedConfig, LoraConfig, OptimConfig, RunConfig
 from burnish.data.batching import make_batch
 from burnish.distributed.collectives import gather_objects

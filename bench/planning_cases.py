@@ -11,7 +11,7 @@ import numpy as np
 from burnish.config.schema import RunConfig
 from burnish.families import ModelShape
 from burnish.plan.devices import parse_devices
-from burnish.plan.layouts import Planner
+from burnish.plan.layout_search import Planner
 
 MIXED = (0.31, 0.22, 0.16, 0.12, 0.09, 0.06, 0.04)
 """Lengths of a supervised micro-batch's sequences, as fractions of its tokens."""

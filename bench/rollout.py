@@ -39,8 +39,8 @@ from burnish.config.load import load_config
 from burnish.models.names import model_shards
 from burnish.records import Request
 from burnish.rollout.base import Generator, Sampling
+from burnish.runs.setup import lay_foundation, make_generator
 from burnish.tracking.trackers import read_metrics
-from burnish.train.setup import lay_foundation, make_generator
 
 PROMPTS, SAMPLES, PROMPT_LENGTH, TOKENS = 16, 8, 24, 64
 PLACES = {

@@ -52,7 +52,7 @@ from burnish.boxes.pieces import PieceTable, alike_tensors
 from burnish.boxes.plan import WAVE_BYTES
 from burnish.boxes.shards import Shard, TensorSpec
 from burnish.boxes.table import BoxTable, Ints
-from burnish.checkpoint.layout import MAIN, Disks, Outline, WriteShare
+from burnish.checkpoint.write_plan import MAIN, Disks, Outline, WriteShare
 from burnish.config.schema import RunConfig
 from burnish.data import batching
 from burnish.data.balance import by_share, inverse, share_evenly
@@ -69,14 +69,14 @@ from burnish.distributed.environment import Place
 from burnish.distributed.layout import Layout
 from burnish.distributed.processes import group_sizes
 from burnish.distributed.stall import StallLimits
+from burnish.methods.parts.policy_update import PolicyUpdate
+from burnish.methods.parts.rollouts import GroupSampler, RolloutQueue, merged_shares
 from burnish.models.flops import ModelFlops
 from burnish.records import Completion, Example, Prompt, Rollout
 from burnish.records.rollout_table import RolloutTable
 from burnish.rewards.overview import RewardFailures
+from burnish.runs.stragglers import Stragglers
 from burnish.tracking.trackers import wanted_rollouts
-from burnish.train.collect import GroupSampler, RolloutQueue, merged_shares
-from burnish.train.policy_update import PolicyUpdate
-from burnish.train.stragglers import Stragglers
 
 T = TypeVar("T")
 

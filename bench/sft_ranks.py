@@ -23,11 +23,11 @@ from burnish.distributed.layout import Layout
 from burnish.distributed.processes import launch
 from burnish.engines.base import Part
 from burnish.records import Batch
-from burnish.train.setup import example_dataset, lay_foundation, make_engine
+from burnish.runs.setup import example_dataset, lay_foundation, make_engine
 
 
 class Sft:
-    """The parts of `burnish.train.sft`, and one step with them."""
+    """The parts of `burnish.methods.sft`, and one step with them."""
 
     def __init__(self, config: RunConfig, layout: Layout, device: torch.device) -> None:
         self._config, self._layout, self._device = config, layout, device

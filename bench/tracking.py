@@ -31,7 +31,7 @@ from typing import Any
 
 import yaml
 
-import burnish.train.run
+import burnish.runs.run
 from bench.machine import Result, command_line, ratio, report
 from bench.peers import CLOCKS, Clock
 from burnish.api import run_command
@@ -218,7 +218,7 @@ def main() -> None:
     found: dict[str, list[float]] = {"on": [], "off": []}
     Turns.clock, Turns.seconds = staticmethod(CLOCKS[arguments.clock]), found
     Turns.threads = {"on": [], "off": []}
-    burnish.train.run.Observers = Turns  # type: ignore[attr-defined, assignment]
+    burnish.runs.run.Observers = Turns  # type: ignore[attr-defined, assignment]
     sys.path.insert(0, str(DEMO))
     with tempfile.TemporaryDirectory() as directory, services(Path(directory)) as endpoint:
         os.chdir(directory)

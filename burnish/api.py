@@ -31,13 +31,13 @@ from burnish.files.remote import Remote
 from burnish.files.safetensors import ADAPTER_CONFIG
 from burnish.functions import name_of
 from burnish.launch.failures import forget_failures, note_failure, refuse_failing_alike
+from burnish.runs.hub_revisions import at_newest_steps, beginning, hub_entries, is_model, pin
+from burnish.runs.preflight import require_inputs
+from burnish.runs.run_directory import make_way, recorded_config, require_own_directory
+from burnish.runs.summary import summary
 from burnish.tracking.progress import Progress
 from burnish.tracking.rundir import RunDirectory
 from burnish.tracking.trackers import read_metrics
-from burnish.train.own_directory import make_way, recorded_config, require_own_directory
-from burnish.train.pins import at_newest_steps, beginning, hub_entries, is_model, pin
-from burnish.train.preflight import require_inputs
-from burnish.train.summary import summary
 
 if TYPE_CHECKING:
     import torch
@@ -184,9 +184,11 @@ def run_command(
         _log.info("loading torch and transformers")
     with Progress(layout.is_main and config.tracking.progress).phase("loading", lines=False):
         from burnish.distributed.processes import launch
-        from burnish.train.localize import local_inputs
+        from burnish.runs.download_inputs import local_inputs
 
-        training = import_module(f"burnish.train.{'evaluate' if command == 'eval' else command}")
+        training = import_module(
+            f"burnish.methods.{'evaluation' if command == 'eval' else command}"
+        )
     if command == "eval":
         step = None
         if run_dir is not None:

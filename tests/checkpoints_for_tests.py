@@ -14,11 +14,11 @@ import torch
 
 from burnish.boxes.box import Box, whole
 from burnish.boxes.shards import Shard, TensorSpec
-from burnish.checkpoint.layout import MAIN
 from burnish.checkpoint.manager import Checkpoints
 from burnish.checkpoint.retention import Retention
 from burnish.checkpoint.save import Contents, ModelContents
 from burnish.checkpoint.steps import Committed, open_step, step_paths
+from burnish.checkpoint.write_plan import MAIN
 from burnish.distributed.layout import Layout
 from burnish.errors import CorruptError, IncompatibleError
 from burnish.files.storage import LOCAL, LocalStorage

@@ -43,7 +43,7 @@ from burnish.engines.megatron.megatron_engine import MegatronEngine
 from burnish.engines.torch.torch_engine import TorchEngine
 from burnish.errors import BurnishError
 from burnish.files.storage import LocalStorage
-from burnish.train.signals import catch_signals
+from burnish.runs.signals import catch_signals
 
 LAYOUTS = {
     "1 process": (1, False),

@@ -65,10 +65,10 @@ PRELOAD = (
     "burnish.checkpoint.background",
     "burnish.checkpoint.destinations.mirror",
     "burnish.checkpoint.destinations.run_mirror",
-    "burnish.distributed.companion",
+    "burnish.distributed.child_process",
     "burnish.cli.main",
     "burnish.cli.run",
-    "burnish.data.kept_lengths",
+    "burnish.data.length_cache",
     "burnish.distributed.failure_watch",
     "burnish.distributed.stall",
     "burnish.engines.megatron.megatron_engine",
@@ -82,14 +82,14 @@ PRELOAD = (
     "burnish.tracking.rollouts",
     "burnish.tracking.services",
     "burnish.tracking.traces",
-    "burnish.train.critic",
-    "burnish.train.evaluate",
-    "burnish.train.guard",
-    "burnish.train.localize",
-    "burnish.train.model_card",
-    "burnish.train.rl",
-    "burnish.train.serve",
-    "burnish.train.sft",
+    "burnish.methods.parts.critic",
+    "burnish.methods.evaluation",
+    "burnish.methods.parts.guard",
+    "burnish.runs.download_inputs",
+    "burnish.runs.model_card",
+    "burnish.methods.rl",
+    "burnish.methods.parts.serve",
+    "burnish.methods.sft",
     "burnish.view.report",
     "adapters_for_tests",
     "contracts.engine",
@@ -290,7 +290,7 @@ def _compute_what_all_need() -> None:
 
     from burnish.check import proof_key
     from burnish.config.keys import known_keys
-    from burnish.data import kept_lengths
+    from burnish.data import length_cache as kept_lengths
     from burnish.view import report
 
     known_keys()  # the schema, in words
@@ -397,7 +397,7 @@ class Forked:
 _COMPANIONS = (
     "burnish.checkpoint.background",
     "burnish.checkpoint.destinations.mirror",
-    "burnish.train.serve",
+    "burnish.methods.parts.serve",
 )
 
 
@@ -468,9 +468,9 @@ def accompany(
 
 def fork_companions() -> None:
     """From now on this process and its forks start companions by forking."""
-    from burnish.distributed import companion
+    from burnish.distributed import child_process
 
-    companion.subprocess = SimpleNamespace(
+    child_process.subprocess = SimpleNamespace(
         Popen=start_companion, DEVNULL=subprocess.DEVNULL, TimeoutExpired=subprocess.TimeoutExpired
     )
 

@@ -39,7 +39,7 @@ from burnish.files.safetensors import (
     read_header,
 )
 from burnish.files.strict_json import encode_json, parse_json
-from burnish.train.trainer_state import TrainerState, read_state
+from burnish.runs.trainer_state import TrainerState, read_state
 
 REFUSALS = (CorruptError, IncompatibleError, MissingError)
 MOST_LETTERS = 2_000

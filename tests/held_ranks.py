@@ -22,10 +22,10 @@ class HeldRank:
         self.rank, self._directory = rank, work / f"held-{name}"
         self._directory.mkdir()
         places = {
-            "setup": ("burnish.train.rl:make_collector", 1),
+            "setup": ("burnish.methods.rl:make_collector", 1),
             "rollout": ("burnish.rollout.builtin.generator:Decoding._step", 6),
             "reward": ("burnish.rewards.signature:call", 3),
-            "update": ("burnish.train.rl:policy_stats", 2),
+            "update": ("burnish.methods.rl:policy_stats", 2),
             "save": ("burnish.checkpoint.save:BlockWriter.write", 2),
             # The setup publishes too.
             "publish": ("burnish.rollout.builtin.forward:InferenceModel.load", 3),

@@ -17,11 +17,11 @@ from ranks import run_ranks
 from tiny import VOCAB
 from torch import Tensor
 
-from burnish.checkpoint.layout import MAIN
 from burnish.checkpoint.load import CheckpointSource
 from burnish.checkpoint.manager import Checkpoints
 from burnish.checkpoint.save import Contents, ModelContents
 from burnish.checkpoint.steps import newest
+from burnish.checkpoint.write_plan import MAIN
 from burnish.config.schema import OptimConfig
 from burnish.distributed.layout import Layout
 from burnish.engines.base import Engine, Part

@@ -56,7 +56,7 @@ def beside(rank: Command) -> list[int]:
     found = []
     for each in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
-            is_one = b"burnish.train.serve" in (each / "cmdline").read_bytes()
+            is_one = b"burnish.methods.parts.serve" in (each / "cmdline").read_bytes()
             if is_one and state_of(int(each.name))[1] == str(rank.pid):
                 found.append(int(each.name))
     return found

@@ -19,9 +19,9 @@ MOST_LINES_OF_A_FILE = 900
 OPTIONAL = (
     "burnish.plan",
     "burnish.check.",
-    "burnish.train.layout_check",
+    "burnish.methods.layout_check",
     "burnish.engines.megatron",
-    "burnish.data.kept_lengths",
+    "burnish.data.length_cache",
     "burnish.checkpoint.kept",
     "burnish.checkpoint.tools",
     "burnish.models.composite",
@@ -46,7 +46,7 @@ OPTIONAL = (
     "burnish.distributed.tensor_collectives",
     "burnish.engines.offload",
     "burnish.rollout.builtin.shared_cache",
-    "burnish.train.critic",
+    "burnish.methods.parts.critic",
     "burnish.engines.optim.muon",
     "burnish.engines.torch.activation_offload",
     "burnish.engines.torch.compilation",
@@ -61,23 +61,23 @@ OPTIONAL = (
     "burnish.tracking.profiles",
     "burnish.tracking.services",
     "burnish.tracking.traces",
-    "burnish.train.evaluate",
-    "burnish.train.guard",
+    "burnish.methods.evaluation",
+    "burnish.methods.parts.guard",
     "burnish.files.hub",
     "burnish.launch",
-    "burnish.train.pins",
-    "burnish.train.model_card",
+    "burnish.runs.hub_revisions",
+    "burnish.runs.model_card",
     "burnish.data.splits",
     "burnish.data.in_memory",
     "burnish.data.streaming",
-    "burnish.train.localize",
-    "burnish.train.out_of_memory",
-    "burnish.train.replicas",
-    "burnish.train.stragglers",
-    "burnish.train.reward_models",
+    "burnish.runs.download_inputs",
+    "burnish.runs.out_of_memory",
+    "burnish.runs.replicas",
+    "burnish.runs.stragglers",
+    "burnish.methods.parts.judges",
     "burnish.view",
 )
-"""What `import burnish.train.rl` must not reach."""
+"""What `import burnish.methods.rl` must not reach."""
 OTHER_MEANINGS = {"git", "gemma"}
 """Model types that are also a program's name, and the name of a rounding mode of Liger's norm."""
 
@@ -131,7 +131,7 @@ def test_files_are_small() -> None:
 
 
 def test_the_training_loop_can_be_read() -> None:
-    reached = closure("burnish.train.rl")
+    reached = closure("burnish.methods.rl")
     assert [name for name in sorted(reached) if name.startswith(OPTIONAL)] == []
 
 

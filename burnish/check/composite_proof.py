@@ -8,7 +8,7 @@ import torch
 from transformers import AutoConfig, PretrainedConfig
 
 from burnish.check.proof_key import keep_proof, proof_place
-from burnish.check.shrinking import shrunk
+from burnish.check.small_model import shrunk
 from burnish.config.schema import EngineConfig
 from burnish.distributed.layout import Layout
 from burnish.errors import IncompatibleError, refusing

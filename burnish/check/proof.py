@@ -47,7 +47,7 @@ from burnish.check.generation import (
 )
 from burnish.check.precision import of_rounding, require_attention
 from burnish.check.proof_key import keep_proof, proof_place
-from burnish.check.shrinking import shrunk
+from burnish.check.small_model import shrunk
 from burnish.config.schema import EngineConfig, LoraConfig, OptimConfig
 from burnish.distributed.collectives import gather_objects
 from burnish.distributed.environment import Place

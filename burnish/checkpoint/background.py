@@ -24,8 +24,8 @@ from burnish.boxes.shards import Shard
 from burnish.boxes.transfer import accelerator_of
 from burnish.checkpoint.save import Contents, Fence, Saved, Saver, aligned, check_new
 from burnish.distributed import host_memory
+from burnish.distributed.child_process import Companion, accompany, as_burnish_error
 from burnish.distributed.collectives import agree, gather_objects
-from burnish.distributed.companion import Companion, accompany, as_burnish_error
 from burnish.distributed.environment import place_of
 from burnish.distributed.host_memory import Arena
 from burnish.distributed.layout import Layout

@@ -22,7 +22,8 @@ from burnish.boxes.tensor_reader import (
     copy,
     locate,
 )
-from burnish.checkpoint.layout import (
+from burnish.checkpoint.steps import Committed, checked_header, read_blocks, read_file
+from burnish.checkpoint.write_plan import (
     MAIN,
     MODEL,
     RESIDUAL,
@@ -31,7 +32,6 @@ from burnish.checkpoint.layout import (
     roles_in,
     set_of,
 )
-from burnish.checkpoint.steps import Committed, checked_header, read_blocks, read_file
 from burnish.distributed.collectives import agree, gather_objects
 from burnish.distributed.device import own_cores
 from burnish.distributed.host_memory import Arena

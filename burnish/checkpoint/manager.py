@@ -15,7 +15,6 @@ from importlib import import_module
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Protocol, Self
 
-from burnish.checkpoint.layout import Disks
 from burnish.checkpoint.load import CheckpointSource
 from burnish.checkpoint.manifest import AHEAD
 from burnish.checkpoint.retention import Retention
@@ -30,6 +29,7 @@ from burnish.checkpoint.steps import (
     step_paths,
     verify_files,
 )
+from burnish.checkpoint.write_plan import Disks
 from burnish.config.resume import RunIdentity
 from burnish.distributed.collectives import agree, from_main, gather_objects, same_on_all_ranks
 from burnish.distributed.host_memory import Arena

@@ -27,17 +27,6 @@ from burnish.boxes.plan import Group, Move
 from burnish.boxes.shards import Shard, TensorSpec
 from burnish.boxes.tensor_reader import OpenFiles, bytes_of, copy
 from burnish.boxes.transfer import Exchange, accelerator_of, meeting_place
-from burnish.checkpoint.layout import (
-    MODEL,
-    RESIDUAL,
-    Disks,
-    Outline,
-    Span,
-    WritePlan,
-    prefix_of,
-    residual,
-    rounded,
-)
 from burnish.checkpoint.manifest import (
     COMMIT,
     MANIFEST,
@@ -61,6 +50,17 @@ from burnish.checkpoint.steps import (
     open_step,
     portion_paths,
     step_name,
+)
+from burnish.checkpoint.write_plan import (
+    MODEL,
+    RESIDUAL,
+    Disks,
+    Outline,
+    Span,
+    WritePlan,
+    prefix_of,
+    residual,
+    rounded,
 )
 from burnish.distributed.collectives import agree, from_main, gather_objects, same_on_all_ranks
 from burnish.distributed.host_memory import Arena

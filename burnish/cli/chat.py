@@ -19,16 +19,16 @@ from burnish.data.chat import ChatEncoder
 from burnish.data.tokenizer import completion_decoder
 from burnish.distributed.layout import Layout
 from burnish.distributed.processes import launch
+from burnish.methods.evaluation import newest_model
+from burnish.methods.parts.rollouts import sampling
 from burnish.models.meta_init import longest_sequence
 from burnish.records import Request
 from burnish.rollout.builtin.generator import BuiltinGenerator
+from burnish.runs.download_inputs import local_inputs
+from burnish.runs.hub_revisions import at_newest_steps
+from burnish.runs.setup import Foundation, builtin_generator, lay_foundation, load_frozen, prove
+from burnish.runs.verify_inputs import Intact
 from burnish.tracking.progress import Progress
-from burnish.train.collect import sampling
-from burnish.train.evaluate import newest_model
-from burnish.train.intact import Intact
-from burnish.train.localize import local_inputs
-from burnish.train.pins import at_newest_steps
-from burnish.train.setup import Foundation, builtin_generator, lay_foundation, load_frozen, prove
 
 # A decoded text ends with this character while tokens of its last character are missing.
 _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"

@@ -10,8 +10,8 @@ from burnish.config.load import load_config
 from burnish.distributed.environment import place_of
 from burnish.launch.local import LocalLauncher
 from burnish.launch.supervisor import run_once
-from burnish.train.pins import at_newest_steps
-from burnish.train.preflight import require_inputs
+from burnish.runs.hub_revisions import at_newest_steps
+from burnish.runs.preflight import require_inputs
 
 _HIDE_ACCELERATORS = {
     "CUDA_VISIBLE_DEVICES": "",
@@ -29,7 +29,7 @@ def run_check(given: Namespace) -> None:
     check(config, command, given.processes or place_of(os.environ).layout.world)
     require_inputs(config, command, None)
     if given.processes is None:
-        from burnish.train.layout_check import check_layout
+        from burnish.methods.layout_check import check_layout
 
         check_layout(config)
         return

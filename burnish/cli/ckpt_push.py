@@ -10,8 +10,8 @@ from pathlib import Path, PurePath
 from typing import Any
 
 from burnish import __version__
-from burnish.checkpoint.layout import MODEL
 from burnish.checkpoint.steps import Committed, verify_files
+from burnish.checkpoint.write_plan import MODEL
 from burnish.cli.ckpt import Report, Say, one_step
 from burnish.errors import MissingError, UsageError, bytes_text
 from burnish.files.hub import push

@@ -10,22 +10,22 @@ from typing import Any
 import torch
 
 from burnish.boxes.tensor_reader import DirectoryReader, TensorReader
-from burnish.checkpoint.layout import MODEL
 from burnish.checkpoint.load import StepReader
 from burnish.checkpoint.steps import Committed
 from burnish.checkpoint.tools.diff import Compared, Distance, compare
 from burnish.checkpoint.tools.export import Exportable, MergedModel, StepModel, adapter_of, export
 from burnish.checkpoint.tools.import_pickled import pickled, pickled_kind
 from burnish.checkpoint.tools.importing import Foreign, hugging_face, save_foreign
+from burnish.checkpoint.write_plan import MODEL
 from burnish.cli.ckpt import Report, Say, is_step, one_step
 from burnish.errors import UsageError, bytes_text, count_text
 from burnish.files.cache import copied, select
 from burnish.files.hub import is_elsewhere
 from burnish.files.remote import Remote
 from burnish.files.safetensors import SUFFIX
+from burnish.runs.download_inputs import local_directory
 from burnish.tracking.progress import Progress
 from burnish.tracking.rundir import CHECKPOINTS
-from burnish.train.localize import local_directory
 
 FILE_BYTES = 5_000_000_000
 """Largest size of a weights file."""

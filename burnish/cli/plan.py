@@ -19,7 +19,7 @@ from burnish.launch.elastic import planner_of
 
 if TYPE_CHECKING:
     from burnish.plan.devices import Devices
-    from burnish.plan.layouts import Plan, Planner
+    from burnish.plan.layout_search import Plan, Planner
 
 _BAR = 32
 _ALTERNATIVES = 6
@@ -130,7 +130,7 @@ def _lines(
 ) -> Iterator[str]:
     """Yield the best plan in full, the settings as they are, the next plans, and why others do not fit."""
     from burnish.plan.devices import ASSUMPTIONS
-    from burnish.plan.layouts import why_not
+    from burnish.plan.layout_search import why_not
 
     kind = "reinforcement learning" if planner.work.slots else "supervised fine-tuning"
     count = planner.model.elements

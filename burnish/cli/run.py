@@ -22,8 +22,8 @@ from burnish.errors import UsageError, install, refusing, table
 from burnish.launch.elastic import has_layout, planner_of
 from burnish.launch.local import LocalLauncher
 from burnish.launch.supervisor import Launcher, Supervisor
+from burnish.runs.summary import summary
 from burnish.tracking.trackers import json_numbers
-from burnish.train.summary import summary
 
 
 def run(given: Namespace) -> None:
@@ -52,7 +52,7 @@ def run(given: Namespace) -> None:
     target = devices_of(devices)
     world = layout.world if target is None else target.count
     config, said = prepare(config, command, world, run_dir)
-    from burnish.train.dry_run import set_up
+    from burnish.runs.dry_run import set_up
 
     found = set_up(config, command, run_dir)
     if devices is None:
@@ -117,9 +117,9 @@ def serve_run(given: Namespace) -> None:
     config = load_config(given.config, given.overrides)
     check(config, "rl", None)
     from burnish.distributed.device import pick_device
-    from burnish.train.localize import local_inputs
-    from burnish.train.serve import serve_at
-    from burnish.train.setup import lay_foundation
+    from burnish.methods.parts.serve import serve_at
+    from burnish.runs.download_inputs import local_inputs
+    from burnish.runs.setup import lay_foundation
 
     device = pick_device(local_rank=0)
     _, local = local_inputs(config, device, trains=False)

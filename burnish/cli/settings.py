@@ -21,7 +21,7 @@ from burnish.config.load import DEFAULT, load_config, load_with_origins
 from burnish.config.schema import RunConfig
 from burnish.config.suggestions import suggestion
 from burnish.errors import UsageError
-from burnish.train.own_directory import recorded_config
+from burnish.runs.run_directory import recorded_config
 
 
 def check_file(given: Namespace) -> None:

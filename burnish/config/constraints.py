@@ -1,6 +1,6 @@
 """Check settings against each other before anything heavy is loaded.
 
-`burnish.train.preflight` checks that files exist.
+`burnish.runs.preflight` checks that files exist.
 """
 
 from __future__ import annotations

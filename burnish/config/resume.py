@@ -1,6 +1,6 @@
 """Decide whether a configuration may resume another's run.
 
-Settings that are not `MayChange` decide. Model, tokenizer and data may move: `burnish.train.trainer_state` compares content.
+Settings that are not `MayChange` decide. Model, tokenizer and data may move: `burnish.runs.trainer_state` compares content.
 """
 
 from __future__ import annotations

@@ -168,7 +168,7 @@ class RowDataset(ItemSequence[Item]):
         rows, data = self.rows, self._data.model_dump(exclude={"train", "validation"})
         kind, ends = type(self).__name__, self._eos
         named = (rows.digest, len(rows), rows.keys, kind, self.limit, data, ends, self._strict)
-        kept = import_module("burnish.data.kept_lengths")
+        kept = import_module("burnish.data.length_cache")
         key = kept.key_of(self._tokenizer, named)
         found: Lengths | None = kept.read(key) if key else None
         contents = gather_objects(rows.digest.partition(" ")[0], self._layout)

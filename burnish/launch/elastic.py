@@ -15,9 +15,9 @@ from burnish.families import ModelShape
 from burnish.files.safetensors import ADAPTER_CONFIG
 from burnish.models.lora.adapter_config import with_adapter
 from burnish.plan.devices import Devices, devices_here
-from burnish.plan.layouts import Planner
-from burnish.train.pins import at_newest_steps
-from burnish.train.preflight import model_fields, small_file
+from burnish.plan.layout_search import Planner
+from burnish.runs.hub_revisions import at_newest_steps
+from burnish.runs.preflight import model_fields, small_file
 
 log = logging.getLogger("burnish")
 

@@ -16,8 +16,8 @@ from burnish.config.document import CoreLoader, dotted, recorded
 from burnish.errors import CorruptError
 from burnish.files.lease import LEASE, is_held
 from burnish.files.storage import open_regular
+from burnish.runs.run_directory import recorded_config
 from burnish.tracking.rundir import CHECKPOINTS, STATE, STEPS, TRAINER, RunDirectory
-from burnish.train.own_directory import recorded_config
 from burnish.view.curves import Curves
 
 _HEAVY = {CHECKPOINTS, "rollouts", "tensorboard", "logs"}  # a run's directories without other runs

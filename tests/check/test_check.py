@@ -26,8 +26,8 @@ from burnish.engines.base import Engine
 from burnish.engines.factory import make_engine, require_fitting
 from burnish.engines.megatron.megatron_engine import MegatronEngine
 from burnish.errors import BurnishError
-from burnish.train.layout_check import critic_material, material
-from burnish.train.setup import lay_foundation
+from burnish.methods.layout_check import critic_material, material
+from burnish.runs.setup import lay_foundation
 
 CPU = torch.device("cpu")
 COOL = RL | {

@@ -17,7 +17,7 @@ from tokenizers_for_tests import char_tokenizer, save_char_tokenizer
 from training_files import done, make_files, metrics, rollouts
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from burnish.check.shrinking import shrunk
+from burnish.check.small_model import shrunk
 from burnish.config.schema import EngineConfig
 
 STEP = "checkpoints/step-00000001/model"

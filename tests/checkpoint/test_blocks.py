@@ -14,7 +14,12 @@ from hypothesis import strategies as st
 from burnish.boxes.box import flat_runs
 from burnish.boxes.pieces import TensorIndex
 from burnish.boxes.tensor_reader import TORCH_DTYPES, dtype_name
-from burnish.checkpoint.layout import (
+from burnish.checkpoint.manifest import (
+    BLOCK_BYTES,
+    MAX_BLOCK_BYTES,
+    MIN_BLOCK_BYTES,
+)
+from burnish.checkpoint.write_plan import (
     MOST_BLOCKS,
     Parts,
     SpanTable,
@@ -24,11 +29,6 @@ from burnish.checkpoint.layout import (
     owners,
     plan_files,
     set_of,
-)
-from burnish.checkpoint.manifest import (
-    BLOCK_BYTES,
-    MAX_BLOCK_BYTES,
-    MIN_BLOCK_BYTES,
 )
 from burnish.errors import IncompatibleError
 from burnish.files.safetensors import DTYPE_BITS

@@ -10,7 +10,7 @@ from checkpoints_for_tests import save_once, shards_of, written_by
 from tiny import tiny_model
 from transformers import AutoModelForCausalLM
 
-from burnish.checkpoint import layout as planner
+from burnish.checkpoint import write_plan as planner
 from burnish.checkpoint.load import CheckpointSource
 from burnish.checkpoint.steps import newest
 from burnish.distributed.layout import Layout

@@ -12,11 +12,11 @@ from ranks import run_ranks
 
 from burnish.boxes.box import Box, whole
 from burnish.boxes.pieces import PieceTable
-from burnish.checkpoint import layout as planning
-from burnish.checkpoint.layout import Disks, Outline
+from burnish.checkpoint import write_plan as planning
 from burnish.checkpoint.manager import Checkpoints
 from burnish.checkpoint.retention import Retention
 from burnish.checkpoint.save import Saver
+from burnish.checkpoint.write_plan import Disks, Outline
 from burnish.distributed.layout import Layout
 from burnish.errors import BurnishError
 from burnish.files.storage import LocalStorage

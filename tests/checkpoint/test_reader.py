@@ -13,9 +13,9 @@ from safetensors.torch import save_file
 from tiny import save_tiny
 
 from burnish.boxes.tensor_reader import DirectoryReader, chunks
-from burnish.checkpoint.layout import rounded
 from burnish.checkpoint.load import StepReader
 from burnish.checkpoint.steps import DamagedBlock, open_step
+from burnish.checkpoint.write_plan import rounded
 from burnish.distributed.layout import Layout
 from burnish.errors import CorruptError, IncompatibleError, MissingError
 from burnish.files.storage import LocalStorage

@@ -20,7 +20,6 @@ from corruption import flip
 from ranks import run_ranks
 from safetensors.torch import load_file
 
-from burnish.checkpoint.layout import MAIN, key_parts, path_of, prefix_of, roles_in, set_of
 from burnish.checkpoint.load import CheckpointSource, StepReader
 from burnish.checkpoint.manager import Checkpoints
 from burnish.checkpoint.retention import Retention
@@ -28,6 +27,7 @@ from burnish.checkpoint.save import ModelContents
 from burnish.checkpoint.steps import newest, verify
 from burnish.checkpoint.tools.diff import compare
 from burnish.checkpoint.tools.export import StepModel, export
+from burnish.checkpoint.write_plan import MAIN, key_parts, path_of, prefix_of, roles_in, set_of
 from burnish.distributed.layout import Layout
 from burnish.errors import BurnishError, CorruptError, MissingError
 

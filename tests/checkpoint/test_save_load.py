@@ -27,11 +27,11 @@ from burnish.boxes.box import Box, whole
 from burnish.boxes.pieces import PieceTable
 from burnish.boxes.shards import Shard, TensorSpec
 from burnish.boxes.tensor_reader import TORCH_DTYPES
-from burnish.checkpoint import layout as planning
-from burnish.checkpoint.layout import MAIN, Disks, WritePlan
+from burnish.checkpoint import write_plan as planning
 from burnish.checkpoint.load import CheckpointSource
 from burnish.checkpoint.manager import Checkpoints
 from burnish.checkpoint.steps import newest, open_step, verify
+from burnish.checkpoint.write_plan import MAIN, Disks, WritePlan
 from burnish.distributed.layout import Layout
 from burnish.distributed.processes import in_groups
 from burnish.errors import BurnishError, CorruptError, IncompatibleError, MissingError
@@ -116,7 +116,7 @@ def test_the_files_are_the_same_whoever_writes_them(saved):
 
 def save_in_large_blocks(layout, root):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("burnish.checkpoint.layout.block_bytes_for", lambda sizes: 8 << 20)
+        patch.setattr("burnish.checkpoint.write_plan.block_bytes_for", lambda sizes: 8 << 20)
         save_on_ranks(layout, root)
 
 

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from burnish.boxes import tensor_reader
-from burnish.checkpoint import layout as split
-from burnish.checkpoint.layout import add_residual
+from burnish.checkpoint import write_plan as split
+from burnish.checkpoint.write_plan import add_residual
 
 
 def rounded(x):

@@ -17,7 +17,7 @@ from burnish.config.load import load_config
 from burnish.config.schema import ModelConfig, RunConfig
 from burnish.errors import UsageError, install
 from burnish.files.remote import Remote
-from burnish.train.own_directory import committed_steps
+from burnish.runs.run_directory import committed_steps
 
 
 @pytest.fixture(scope="module")
@@ -136,7 +136,7 @@ def test_what_a_user_may_want_to_know_is_said_before_anything_begins(
     assert main([*argv, "--dry-run"]) == 0
     said = "algorithm.policy_loss gspo is its paper's objective with algorithm.aggregation sequence_mean"
     assert capsys.readouterr().out.count(f"\nnote: {said}") == 1
-    monkeypatch.setattr("burnish.train.rl.train", lambda *given: None)
+    monkeypatch.setattr("burnish.methods.rl.train", lambda *given: None)
     assert main(argv) == 0
     assert [record.getMessage() for record in caplog.records if said in record.getMessage()]
 
@@ -348,7 +348,7 @@ def test_evaluating_a_runs_directory(
     work: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     directory = begin_run(work)
-    monkeypatch.setattr("burnish.train.dry_run.newest_model", lambda run, model: (model, None))
+    monkeypatch.setattr("burnish.runs.dry_run.newest_model", lambda run, model: (model, None))
     assert main(["eval", str(directory), "evaluation.n=2", "--dry-run"]) == 0
     text = capsys.readouterr().out
     assert f"newest checkpoint of {directory}" in text
@@ -389,13 +389,13 @@ def test_each_command_starts_its_trainer(
             started.append((function, *given))
             return result
 
-        monkeypatch.setattr(f"burnish.train.{function}", start)
+        monkeypatch.setattr(f"burnish.{function}", start)
 
-    stand_in("sft.train", None)
-    stand_in("rl.train", None)
-    stand_in("evaluate.evaluate", {"val/reward/mean": 0.5, "val/n": 12.0})
+    stand_in("methods.sft.train", None)
+    stand_in("methods.rl.train", None)
+    stand_in("methods.evaluation.evaluate", {"val/reward/mean": 0.5, "val/n": 12.0})
     model, step = ModelConfig(path="./newest"), object()
-    monkeypatch.setattr("burnish.train.evaluate.newest_model", lambda *given: (model, step))
+    monkeypatch.setattr("burnish.methods.evaluation.newest_model", lambda *given: (model, step))
     directory = begin_run(work)
     for command in ("sft", "rl"):
         assert main([command, "c.yaml", "steps=5"]) == 0
@@ -408,9 +408,9 @@ def test_each_command_starts_its_trainer(
     decided = config.engine.model_copy(update={"precision": started[0][1].engine.precision})
     config = config.model_copy(update={"engine": decided})
     assert [given[:3] for given in started[:3]] == [
-        ("sft.train", config, config),
-        ("rl.train", config, config),
-        ("evaluate.evaluate", config, config),
+        ("methods.sft.train", config, config),
+        ("methods.rl.train", config, config),
+        ("methods.evaluation.evaluate", config, config),
     ]
     assert started[2][3:5] == (None, config.directory)
     (_, evaluated, _, *given) = started[3]

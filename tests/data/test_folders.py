@@ -19,7 +19,7 @@ from burnish.data.splits import entry_files, folder_files
 from burnish.data.streaming import open_rows
 from burnish.errors import BurnishError, MissingError, UsageError
 from burnish.files.remote import Remote
-from burnish.train.preflight import require_inputs
+from burnish.runs.preflight import require_inputs
 
 CARD = """---
 configs:

@@ -20,7 +20,7 @@ from burnish.data.sources import load_rows
 from burnish.data.tasks import ExampleDataset, PromptDataset
 from burnish.distributed.layout import Layout
 from burnish.errors import MissingError, UsageError
-from burnish.train.setup import example_dataset
+from burnish.runs.setup import example_dataset
 
 TOKENIZER = char_tokenizer()
 ASK = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
@@ -621,7 +621,7 @@ def test_rows_are_tokenized_once_for_all_starts(rows_of, tmp_path, monkeypatch, 
         file.write_bytes(file.read_bytes()[:-1] + b"x")
     assert made()[1]
     assert made()[0].lengths.tolist() == first.lengths.tolist()
-    monkeypatch.setattr("burnish.data.kept_lengths.MOST_BYTES", 1)
+    monkeypatch.setattr("burnish.data.length_cache.MOST_BYTES", 1)
     assert made(limit=82)[1]
     assert kept_lengths(tmp_path) == []
 
@@ -650,7 +650,7 @@ def test_supervised_runs_know_what_ends_the_model_s_completions(rows_of, monkeyp
     tokenizer = tokenizer_of(GLM)
     [end] = tokenizer.convert_tokens_to_ids(["<|user|>"])
     rows = rows_of([{"messages": [user("a"), bot("b")]}])
-    monkeypatch.setattr("burnish.train.setup._rows", lambda *_: rows)
+    monkeypatch.setattr("burnish.runs.setup._rows", lambda *_: rows)
     lengths = []
     for eos in ((), (end,)):
         foundation = SimpleNamespace(

@@ -101,29 +101,29 @@ def test_killed_at_chosen_moments(work, in_peace, kind):
 
 STOPS = {
     "sft": [
-        ("burnish.train.sft:lay_foundation", 1),
-        ("burnish.train.evaluate:reduce_stats", 1),
+        ("burnish.methods.sft:lay_foundation", 1),
+        ("burnish.methods.evaluation:reduce_stats", 1),
         (f"{ENGINE}.forward_backward", 2),
-        ("burnish.train.evaluate:reduce_stats", 1),
+        ("burnish.methods.evaluation:reduce_stats", 1),
         ("burnish.checkpoint.save:Saver._commit", 1),
         (f"{ENGINE}.optim_step", 2),
     ],
     "rl": [
-        ("burnish.train.rl:lay_foundation", 1),
+        ("burnish.methods.rl:lay_foundation", 1),
         ("burnish.rewards.pool:RewardPool.score", 1),
-        ("burnish.train.collect:GroupSampler.sample", 2),
+        ("burnish.methods.parts.rollouts:GroupSampler.sample", 2),
         (f"{ENGINE}.forward_backward", 1),
-        ("burnish.train.run:Run._record", 1),
+        ("burnish.runs.run:Run._record", 1),
         ("burnish.rewards.pool:RewardPool.score", 1),
         ("burnish.checkpoint.save:Saver._commit", 1),
         ("burnish.rollout.builtin.generator:BuiltinGenerator.load_weights", 3),
     ],
     "rl_ahead": [
-        ("burnish.train.collect:GroupSampler.sample", 2),
+        ("burnish.methods.parts.rollouts:GroupSampler.sample", 2),
         ("burnish.checkpoint.save:Saver._commit", 2),
-        ("burnish.train.collect:RolloutQueue.take", 2),
+        ("burnish.methods.parts.rollouts:RolloutQueue.take", 2),
         (f"{ENGINE}.forward_backward", 2),
-        ("burnish.train.run:Run._record", 1),
+        ("burnish.runs.run:Run._record", 1),
     ],
 }
 """What is called, for which time, when the signal comes."""

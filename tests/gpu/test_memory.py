@@ -17,7 +17,7 @@ from burnish.distributed.layout import Layout
 from burnish.engines.base import Part
 from burnish.engines.torch.torch_engine import TorchEngine
 from burnish.models.loading import SafetensorsSource
-from burnish.train.out_of_memory import recording_allocations, write_snapshot
+from burnish.runs.out_of_memory import recording_allocations, write_snapshot
 
 
 def allocated(device: torch.device) -> int:

@@ -22,16 +22,16 @@ from burnish.launch.supervisor import Supervisor
 
 ARGV = ["rl", "rl.yaml", "checkpoint.save_every=1", "evaluation.every=0"]
 UPDATE, ROLLOUT, SETUP = (
-    "burnish.train.rl:policy_stats",
-    "burnish.train.rl:RolloutQueue.take",
-    "burnish.train.rl:make_collector",
+    "burnish.methods.rl:policy_stats",
+    "burnish.methods.rl:RolloutQueue.take",
+    "burnish.methods.rl:make_collector",
 )
-SAVE = "burnish.train.run:Run._committed"
+SAVE = "burnish.runs.run:Run._committed"
 PLACES = (
     SETUP,
-    "burnish.train.rl:RolloutQueue.publish",
+    "burnish.methods.rl:RolloutQueue.publish",
     ROLLOUT,
-    "burnish.train.collect:Collector.collect",
+    "burnish.methods.parts.rollouts:Collector.collect",
     UPDATE,
     SAVE,
 )

@@ -22,6 +22,7 @@ from burnish.distributed.processes import process_group
 from burnish.engines.base import Part
 from burnish.engines.torch.torch_engine import TorchEngine
 from burnish.errors import IncompatibleError
+from burnish.methods.parts.critic import value_source
 from burnish.models.loading import (
     FreshSource,
     SafetensorsSource,
@@ -33,7 +34,6 @@ from burnish.models.names import model_shards, tensor_specs
 from burnish.models.value_head import state_values, value_class, value_config
 from burnish.records import Batch, MicroBatch, TokenOutputs
 from burnish.tracking.stats import Stats
-from burnish.train.critic import value_source
 
 CPU = torch.device("cpu")
 KNOWN = ["llama", "mistral", "qwen2", "qwen3", "qwen3_moe"]

@@ -10,7 +10,7 @@ from burnish.errors import UsageError
 from burnish.families import ModelShape
 from burnish.plan import devices
 from burnish.plan.devices import GIB, devices_here, parse_devices
-from burnish.plan.layouts import Planner
+from burnish.plan.layout_search import Planner
 from tests.model_shapes import COUNTED as MODEL
 
 

@@ -12,7 +12,7 @@ from burnish.config.schema import RunConfig
 from burnish.errors import UsageError
 from burnish.families import ModelShape
 from burnish.plan.devices import parse_devices
-from burnish.plan.layouts import Planner
+from burnish.plan.layout_search import Planner
 from burnish.plan.memory import MegatronNeeds
 from burnish.plan.model import PlannedModel, Workload
 

@@ -9,7 +9,7 @@ import pytest
 from burnish.config.schema import RunConfig
 from burnish.families import ModelShape
 from burnish.plan.devices import parse_devices
-from burnish.plan.layouts import Planner
+from burnish.plan.layout_search import Planner
 from tests.model_shapes import COUNTED as MODEL
 
 ALL, HEAD = 2488, 256

@@ -39,7 +39,7 @@ from burnish.rollout.base import Sampling, Underway
 from burnish.rollout.builtin.forward import InferenceModel
 from burnish.rollout.builtin.generator import BuiltinGenerator
 from burnish.rollout.client import ServedGenerator, Server, ServerLost
-from burnish.rollout.partial import PartialCompletions
+from burnish.rollout.in_flight import PartialCompletions
 from burnish.rollout.server import GeneratorServer
 
 TOKEN, CPU = "secret", torch.device("cpu")

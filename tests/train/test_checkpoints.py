@@ -46,7 +46,7 @@ def test_a_signal_in_the_validation_of_the_best_step_does_not_lose_it(work):
         "checkpoint.keep_last=1", "checkpoint.keep_best={metric: val/loss, mode: max}",
     ]  # fmt: skip
     whole = done(work, *argv, "name=kept_whole")
-    in_validation = At("burnish.train.run:Run._throughput", 3, signal.SIGTERM)
+    in_validation = At("burnish.runs.run:Run._throughput", 3, signal.SIGTERM)
     code, output = burnish(work, *argv, "name=kept_cut", at=in_validation)
     assert code == 128 + signal.SIGTERM, output
     cut = done(work, *argv, "name=kept_cut")

@@ -12,7 +12,7 @@ from training_files import FRESH, burnish, make_files, write_rows
 
 from burnish.config.load import load_config
 from burnish.errors import UsageError
-from burnish.train.dry_run import set_up
+from burnish.runs.dry_run import set_up
 
 OWN = """
 def wrong_shape(rollouts): return [1.0]

@@ -11,9 +11,9 @@ import pytest
 from collectors_for_tests import Collected
 
 from burnish.config.schema import RunConfig
+from burnish.methods.evaluation import prompt_validation
 from burnish.records import Completion, Prompt, Rollout, StopReason
 from burnish.records.rollout_table import RolloutTable
-from burnish.train.evaluate import prompt_validation
 
 NOTHING = Completion(
     np.zeros(0, np.int64), np.zeros(0, np.float32), np.zeros(0, np.float32), "stop", 0

@@ -17,9 +17,9 @@ from burnish.data.sources import load_rows
 from burnish.data.tasks import ExampleDataset, PromptDataset
 from burnish.distributed.layout import Layout
 from burnish.errors import BurnishError, IncompatibleError
-from burnish.train.ownership import open_run
-from burnish.train.run import Run
-from burnish.train.trainer_state import Fingerprints
+from burnish.runs.run import Run
+from burnish.runs.session import open_run
+from burnish.runs.trainer_state import Fingerprints
 
 STEP = Path("step-00000007")
 ROWS = [{"prompt": f"{n}+1=", "completion": str(n + 1), "answer": str(n + 1)} for n in range(6)]

@@ -20,15 +20,15 @@ from burnish.config.schema import AdvantageName, RewardConfig, RunConfig
 from burnish.data.loader import Loader
 from burnish.distributed.layout import Layout
 from burnish.errors import UsageError
+from burnish.methods.parts.policy_update import PolicyUpdate
+from burnish.methods.parts.rollouts import Collector, GroupSampler, compared
 from burnish.models.flops import ModelFlops
 from burnish.records import Batch, Completion, Prompt, Request, Rollout, TokenOutputs
 from burnish.records.rollout_table import RolloutTable
 from burnish.records.samples import StopReason
 from burnish.rewards.overview import RewardFailures
+from burnish.runs.setup import make_collector
 from burnish.tracking.progress import Progress
-from burnish.train.collect import Collector, GroupSampler, compared
-from burnish.train.policy_update import PolicyUpdate
-from burnish.train.setup import make_collector
 
 LIMIT = 8
 """Tokens of the longest completion."""
@@ -339,9 +339,9 @@ def test_a_device_s_cache_is_emptied_for_a_generator_beside_it_alone(
     place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     did: list[str] = []
-    monkeypatch.setattr("burnish.train.collect.empty_cache", lambda: did.append("emptied"))
+    monkeypatch.setattr("burnish.methods.parts.rollouts.empty_cache", lambda: did.append("emptied"))
     generator = SimpleNamespace(central=True)
-    monkeypatch.setattr("burnish.train.setup.make_generator", lambda foundation: generator)
+    monkeypatch.setattr("burnish.runs.setup.make_generator", lambda foundation: generator)
     config = configured(rollout={"place": place})
     foundation: Any = SimpleNamespace(config=config, tokenizer=char_tokenizer(), layout=Layout())
     pool: Any = SimpleNamespace(score=None)

@@ -26,12 +26,12 @@ from burnish.distributed.layout import Layout
 from burnish.distributed.processes import process_group
 from burnish.engines.base import Part
 from burnish.errors import BurnishError
+from burnish.methods.parts.guard import Guard
+from burnish.methods.parts.policy_update import PolicyUpdate
 from burnish.models.meta_init import count_flops
 from burnish.records import Completion, Prompt, Request
 from burnish.rollout.base import Sampling, Watch
 from burnish.rollout.builtin.generator import BuiltinGenerator
-from burnish.train.guard import Guard
-from burnish.train.policy_update import PolicyUpdate
 
 LIMIT = 1e-5
 """In fp32 rounding explains less."""
@@ -224,7 +224,7 @@ def test_a_run_stops_before_it_trains_on_what_a_stale_head_draws(
 ) -> None:
     monkeypatch.chdir(work)
     run_command("rl", settings_of("honest"))
-    monkeypatch.setattr("burnish.train.setup.BuiltinGenerator", Stale)
+    monkeypatch.setattr("burnish.runs.setup.BuiltinGenerator", Stale)
     with pytest.raises(BurnishError, match=r"model\.embed_tokens\.weight"):
         run_command("rl", settings_of("stale", check_every=1))
     assert committed(work / "runs/stale/checkpoints") == []
@@ -248,6 +248,6 @@ def test_it_compares_at_the_start_and_every_so_often(
                 checks.append(sum(request.samples for request in requests))
             return super().generate(requests, sampling, watch)
 
-    monkeypatch.setattr("burnish.train.setup.BuiltinGenerator", Noting)
+    monkeypatch.setattr("burnish.runs.setup.BuiltinGenerator", Noting)
     run_command("rl", settings_of(f"noting_{limit}", max_disagreement=limit))
     assert checks == [4] * wanted

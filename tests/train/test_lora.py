@@ -24,8 +24,8 @@ from burnish.data.batching import make_batch
 from burnish.distributed.layout import Layout
 from burnish.files.safetensors import ADAPTER_PREFIX
 from burnish.records import Example
+from burnish.runs.setup import example_dataset, lay_foundation
 from burnish.tracking.trackers import read_metrics
-from burnish.train.setup import example_dataset, lay_foundation
 
 KL = {"algorithm": {"kl": {"coef": 0.1, "place": "reward"}}}
 

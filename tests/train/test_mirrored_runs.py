@@ -34,7 +34,7 @@ def new_machine(work):
 def test_another_machine_goes_on_as_if_nothing_had_been(work):
     peace = outcome(done(work, *SFT, "name=peace"))
     argv = [*SFT, "name=moved", f"checkpoint.mirror=file://{work}/far"]
-    at = At("burnish.train.sft:make_batch", 4, signal.SIGTERM)
+    at = At("burnish.methods.sft:make_batch", 4, signal.SIGTERM)
     code, said = burnish(work, *argv, at=at)
     assert code == 143, said
     stopped = max(far(work, "moved"))
@@ -60,7 +60,7 @@ def test_several_processes_that_save_in_the_background(work):
     assert (code, "resuming step 6 from file://" in said) == (0, True), said
 
 
-STOPPED = At("burnish.train.sft:make_batch", 4, signal.SIGTERM)
+STOPPED = At("burnish.methods.sft:make_batch", 4, signal.SIGTERM)
 
 
 def on_disks_of_their_own(directory, name, at=None):

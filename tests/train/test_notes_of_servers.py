@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from burnish.errors import UsageError
-from burnish.train.serve import _answering_servers, _read_note, _write_note
+from burnish.methods.parts.serve import _answering_servers, _read_note, _write_note
 
 NOTE = {"url": "http://127.0.0.1:1", "token": "hunter2"}
 

@@ -15,7 +15,7 @@ from burnish.config.schema import LoraConfig, ModelConfig, RunConfig
 from burnish.errors import BurnishError, UsageError
 from burnish.models.lora.adapter import Adapter
 from burnish.models.meta_init import build_on_meta
-from burnish.train.setup import Foundation, lay_foundation
+from burnish.runs.setup import Foundation, lay_foundation
 
 FRESH = {
     "vocab_size": 100,

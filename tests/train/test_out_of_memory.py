@@ -17,7 +17,7 @@ from model_shapes import QWEN3_8B
 from burnish.config.schema import RunConfig
 from burnish.distributed.layout import Layout
 from burnish.errors import BurnishError
-from burnish.train.ownership import Session, Trainer, open_run
+from burnish.runs.session import Session, Trainer, open_run
 
 CPU = torch.device("cpu")
 

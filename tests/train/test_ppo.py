@@ -101,7 +101,7 @@ def test_interrupted_equals_uninterrupted(work: Path, in_peace: Path, saving: li
     name = f"cut_{len(saving)}"
     argv = [*PPO, f"name={name}", *(saving or ["checkpoint.save_every=2"])]
     for place, nth in (
-        ("burnish.train.critic:Critic.update", 6),
+        ("burnish.methods.parts.critic:Critic.update", 6),
         ("burnish.engines.torch.torch_engine:TorchEngine.optim_step", 5),
         ("burnish.checkpoint.load:CheckpointSource.of", 2),
     ):
@@ -117,8 +117,8 @@ def test_stopped_by_a_signal_before_the_first_step_and_between_two_updates(
     work: Path, in_peace: Path
 ) -> None:
     argv = [*PPO, "name=stopped"]
-    first = ("burnish.train.collect:Collector.collect", 1)
-    for place, nth in (first, ("burnish.train.critic:Critic.update", 4)):
+    first = ("burnish.methods.parts.rollouts:Collector.collect", 1)
+    for place, nth in (first, ("burnish.methods.parts.critic:Critic.update", 4)):
         code, output = burnish(work, *argv, at=At(place, nth, signal.SIGTERM))
         assert code == 128 + signal.SIGTERM, output
     assert outcome(done(work, *argv)) == outcome(in_peace)

@@ -32,10 +32,10 @@ from burnish.distributed.layout import Layout
 from burnish.distributed.processes import process_group
 from burnish.engines.torch.torch_engine import TorchEngine
 from burnish.errors import IncompatibleError
+from burnish.methods.parts.judges import load_judge
 from burnish.records import Completion, Prompt, Rollout
 from burnish.records.rollout_table import RolloutTable
 from burnish.tracking.rollouts import read_rollouts, rollout_files
-from burnish.train.reward_models import load_judge
 
 CPU = torch.device("cpu")
 ANSWERS = ("42", "", "forty-two, I think", "42")

@@ -22,12 +22,12 @@ from burnish.config.schema import RunConfig
 from burnish.engines.base import Part
 from burnish.engines.torch.torch_engine import TorchEngine
 from burnish.errors import StoppedError, UsageError
+from burnish.methods.parts.policy_update import Credit, PolicyUpdate
 from burnish.records import Batch, Completion, Request, TokenOutputs
 from burnish.rollout.base import Sampling, Watch
 from burnish.rollout.builtin.generator import BuiltinGenerator
+from burnish.runs.setup import lay_foundation
 from burnish.tracking.stats import Stats
-from burnish.train.policy_update import Credit, PolicyUpdate
-from burnish.train.setup import lay_foundation
 
 UNGUARDED = {**RL["rollout"], "max_disagreement": None}
 """Generators and engines are called for training alone."""
@@ -59,7 +59,7 @@ def test_a_run_whose_completions_are_all_empty(
     work: Path, monkeypatch: pytest.MonkeyPatch, case: str
 ) -> None:
     monkeypatch.chdir(work)
-    monkeypatch.setattr("burnish.train.setup.BuiltinGenerator", Mute)
+    monkeypatch.setattr("burnish.runs.setup.BuiltinGenerator", Mute)
     settings: dict[str, Any] = {
         "name": f"empty_{case}",
         "steps": 2,
@@ -104,7 +104,7 @@ def test_parked_models_leave_the_device_to_the_generator_and_learn_the_same(
             return super().generate(*args, **kwargs)
 
     monkeypatch.setattr("burnish.engines.factory.TorchEngine", Listed)
-    monkeypatch.setattr("burnish.train.setup.BuiltinGenerator", Looking)
+    monkeypatch.setattr("burnish.runs.setup.BuiltinGenerator", Looking)
     found = []
     for park in (False, True):
         engines.clear()
@@ -162,7 +162,7 @@ def test_a_processor_without_products_in_bf16_is_named_once(
 ) -> None:
     """However many models a run has."""
     monkeypatch.chdir(work)
-    monkeypatch.setattr("burnish.train.setup.has_bf16_products", lambda device: False)
+    monkeypatch.setattr("burnish.runs.setup.has_bf16_products", lambda device: False)
     settings: dict[str, Any] = {
         "name": f"slow_{precision}",
         "steps": 1,
@@ -255,7 +255,7 @@ def test_the_generator_is_held_to_the_engine_and_its_mismatch_corrected(
         assert 0 <= each["rollout/mismatch_kl"] < 1e-9
         assert 0 < each["rollout/mismatch_max"] < 1e-4
         assert "rollout/mismatch_capped" not in each
-    monkeypatch.setattr("burnish.train.setup.BuiltinGenerator", Off)
+    monkeypatch.setattr("burnish.runs.setup.BuiltinGenerator", Off)
     shifted = row("shifted", mismatch_cap=1.2)
     assert shifted["rollout/mismatch_kl"] == pytest.approx(math.expm1(0.5) - 0.5, rel=1e-3)
     assert shifted["rollout/mismatch_max"] == pytest.approx(0.5, rel=1e-3)
@@ -366,6 +366,6 @@ def test_an_advantage_of_one_s_own_is_imported_once_and_before_the_model_is_load
     run_command("rl", RunConfig.model_validate(settings))
     assert log.read_text() == "import call call call "  # the first one is on made-up rollouts
     own.write_text("def counted(rollouts):\n    return rollouts.nothing\n")
-    monkeypatch.setattr("burnish.train.rl.lay_foundation", None)
+    monkeypatch.setattr("burnish.methods.rl.lay_foundation", None)
     with pytest.raises(UsageError, match=r"algorithm\.advantage"):
         run_command("rl", RunConfig.model_validate({**settings, "name": "refused"}))

@@ -18,12 +18,12 @@ from burnish.engines.base import LossFn
 from burnish.engines.factory import require_fitting
 from burnish.engines.torch.torch_engine import TorchEngine
 from burnish.errors import BurnishError, UsageError
+from burnish.methods.parts.critic import critic_foundation
 from burnish.records import Batch, Completion, Request
 from burnish.rollout.base import Sampling, Watch
 from burnish.rollout.builtin.generator import BuiltinGenerator
+from burnish.runs.setup import lay_foundation
 from burnish.tracking.stats import Stats
-from burnish.train.critic import critic_foundation
-from burnish.train.setup import lay_foundation
 
 
 def config_of(name: str, replay: str, **settings: Any) -> RunConfig:
@@ -84,7 +84,7 @@ def test_a_generator_that_does_not_say_is_refused(
     work: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(work)
-    monkeypatch.setattr("burnish.train.setup.BuiltinGenerator", Silent)
+    monkeypatch.setattr("burnish.runs.setup.BuiltinGenerator", Silent)
     with pytest.raises(BurnishError, match="router_replay=recompute"):
         run_command("rl", config_of("silent", "rollout"))
 

@@ -14,8 +14,8 @@ from burnish.config.schema import RunConfig
 from burnish.distributed.layout import Layout
 from burnish.errors import BurnishError, IncompatibleError, UsageError
 from burnish.files.lease import holding_lease
-from burnish.train.ownership import open_run
-from burnish.train.run import Run
+from burnish.runs.run import Run
+from burnish.runs.session import open_run
 
 
 def config_in(root: Path, **changes: object) -> RunConfig:

@@ -17,7 +17,7 @@ from training_files import RL, Command, done, metrics, outcome, ranks, rollouts
 from burnish.checkpoint.manifest import AHEAD
 from burnish.config.schema import RunConfig
 from burnish.data.loader import order
-from burnish.train.ahead import read_ahead
+from burnish.runs.pending_batches import read_ahead
 
 CASES: dict[str, tuple[int, int, dict[str, Any]]] = {
     "plain": (1, 0, {}),

@@ -195,7 +195,7 @@ def test_killed_at_every_steps_save(work: Path, case: str) -> None:
     for victim, number in kinds(case):
         for step in range(1, STEPS):
             if victim == "trainer":
-                at = At("burnish.train.run:Run._committed", 1, number)
+                at = At("burnish.runs.run:Run._committed", 1, number)
                 made.kill(wanted, "itself", number, lambda first: None, at)
             else:
                 made.kill(wanted, victim, number, partial(made.await_step, step))
@@ -236,7 +236,7 @@ def test_a_signal_in_an_update_saves_what_the_next_step_needs(work: Path, place:
     for name in ("update_in_peace", "update_stopped"):
         config = written(work, f"{name}_{place}", settings, place=place, ahead=1)
         if name == "update_stopped":
-            at = At("burnish.train.rl:policy_stats", 2, signal.SIGTERM)
+            at = At("burnish.methods.rl:policy_stats", 2, signal.SIGTERM)
             code, said = burnish(work, "rl", config, at=at)
             assert code == 128 + signal.SIGTERM, said
         code, said = burnish(work, "rl", config)

@@ -22,7 +22,7 @@ from training_files import FRESH, RL, burnish, done, rollouts
 from burnish.config.constraints import check
 from burnish.config.schema import RunConfig
 from burnish.errors import UsageError
-from burnish.train.serve import visible_devices
+from burnish.methods.parts.serve import visible_devices
 
 TESTS = Path(__file__).parents[1]
 ENVIRON = {"PYTHONPATH": os.pathsep.join(map(str, (TESTS / "fake_sglang", TESTS.parent)))}

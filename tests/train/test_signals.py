@@ -19,7 +19,7 @@ from training_files import make_files
 
 from burnish.distributed.environment import AFTER_SAVE
 from burnish.distributed.layout import Layout
-from burnish.train.signals import StopRequested, catch_signals
+from burnish.runs.signals import StopRequested, catch_signals
 
 
 @pytest.fixture(autouse=True)

@@ -41,7 +41,7 @@ def test_a_hung_reward_is_named_with_its_line(tmp_path: Path) -> None:
     assert codes == [1, 1], said
     assert said.count("burnish: nothing has moved on any rank") == 1
     assert f"rank 1 has been in the reward hangs.py:check (hangs.py line {line} in check)" in said
-    assert "rank 0 has been waiting in all_gather called by burnish.train.collect" in said
+    assert "rank 0 has been waiting in all_gather called by burnish.methods.parts.rollouts" in said
     assert "rollout for" in said
     (first,) = read_metrics(root / "runs/run/metrics.jsonl")
     assert first["perf/slowest_rank/score"] in (0, 1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 
-from burnish.train.stragglers import Stragglers
+from burnish.runs.stragglers import Stragglers
 
 
 def _of_steps(seconds: list[list[float]], caplog, *, warns: bool = True) -> list[str]:

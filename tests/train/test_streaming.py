@@ -36,7 +36,7 @@ def is_the_same_when_killed_and_resumed_on_two_ranks(
     words = [kind, f"{kind}.yaml", f"name={name}", *WORDS, *more]
     again = [*words, f"name={name}_again"]
     whole = done(work, *words, world=world)
-    commands = ranks(work, again, world, At("burnish.train.run:Run.finish", 3, signal.SIGKILL))
+    commands = ranks(work, again, world, At("burnish.runs.run:Run.finish", 3, signal.SIGKILL))
     codes = [command.wait() for command in commands]
     assert codes[0] == -signal.SIGKILL, commands[0].output
     assert 0 not in codes

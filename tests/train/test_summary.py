@@ -14,7 +14,7 @@ from tiny import save_tiny, tiny_model
 
 from burnish.config.load import load_config
 from burnish.data.loader import Loader
-from burnish.train.summary import summary
+from burnish.runs.summary import summary
 
 MODEL = "model.fresh={model_type: qwen3, vocab_size: 32, hidden_size: 16, intermediate_size: 24, num_hidden_layers: 1, num_attention_heads: 2, num_key_value_heads: 1, head_dim: 8}"
 
@@ -67,7 +67,7 @@ def test_steps_are_the_loaders(data: Path, epochs: int, across: bool) -> None:
 
 
 def test_a_long_file_is_counted_in_part(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("burnish.train.summary._COUNTING_SECONDS", 0.0)
+    monkeypatch.setattr("burnish.runs.summary._COUNTING_SECONDS", 0.0)
     (data / "long.jsonl").write_text(f'{{"prompt": "{"1" * 50}"}}\n' * 40_000)
     (said,) = {rows_of(MODEL, "data.train=[long.jsonl]")["train on"]}
     assert "about " in said

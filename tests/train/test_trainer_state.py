@@ -11,7 +11,7 @@ import pytest
 from burnish.checkpoint.manifest import Commit, Manifest
 from burnish.checkpoint.steps import Committed
 from burnish.errors import IncompatibleError
-from burnish.train.trainer_state import (
+from burnish.runs.trainer_state import (
     TrainerState,
     read_state,
     require_same_adapter,

@@ -21,12 +21,12 @@ from training_files import FRESH, At, burnish, done, metrics, rollouts, weights,
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from burnish import sft
+from burnish.methods.evaluation import _next_directory
+from burnish.runs.run import Run
 from burnish.tracking.rollouts import rollouts_path
 from burnish.tracking.stats import Stats
 from burnish.tracking.traces import read_traces
 from burnish.tracking.trackers import read_metrics
-from burnish.train.evaluate import _next_directory
-from burnish.train.run import Run
 from burnish.view.answers import Answers, Query
 
 STATE = {
@@ -177,7 +177,7 @@ def test_a_step_is_logged_with_the_time_of_its_own_validation_and_save(work, sav
 
 def test_steps_are_saved_from_time_to_time_and_a_run_that_fails_has_its_report(work, monkeypatch):
     monkeypatch.chdir(work)
-    monkeypatch.setattr("burnish.train.run._SAVE_SECONDS", 0.0)
+    monkeypatch.setattr("burnish.runs.run._SAVE_SECONDS", 0.0)
 
     def fail(run: Run, stats: Stats, **_: object) -> None:
         if run.state.step == 2:
@@ -381,7 +381,7 @@ def test_a_mixture_with_a_curriculum_goes_on_where_it_was(work, kind):
     ]  # fmt: skip
     whole = done(work, *words, f"name=mixed_{kind}")
     words.append(f"name=mixed_again_{kind}")
-    code, _ = burnish(work, *words, at=At("burnish.train.run:Run.finish", 3, signal.SIGKILL))
+    code, _ = burnish(work, *words, at=At("burnish.runs.run:Run.finish", 3, signal.SIGKILL))
     assert code == -signal.SIGKILL
     again = done(work, *words, world=2)
     for one, other in zip(metrics(whole), metrics(again), strict=True):
@@ -418,7 +418,7 @@ def test_prompts_are_asked_by_what_the_run_measured(work, extra):
     name = f"measured_{len(''.join(extra))}"
     whole = done(work, *words, f"name={name}")
     words.append(f"name={name}_again")
-    code, output = burnish(work, *words, at=At("burnish.train.run:Run.finish", 7, signal.SIGKILL))
+    code, output = burnish(work, *words, at=At("burnish.runs.run:Run.finish", 7, signal.SIGKILL))
     assert code == -signal.SIGKILL, output
     again = done(work, *words, world=2)
     asked = [[row["prompt"] for row in rollouts(whole, step)] for step in range(1, 11)]

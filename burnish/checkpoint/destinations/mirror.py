@@ -49,7 +49,7 @@ from burnish.checkpoint.steps import (
     step_paths,
     verify_files,
 )
-from burnish.distributed.companion import accompany, as_burnish_error
+from burnish.distributed.child_process import accompany, as_burnish_error
 from burnish.errors import BurnishError, CorruptError, IncompatibleError, MissingError, few
 from burnish.files.durable import discard, naming_failures
 from burnish.files.remote import Remote

@@ -32,8 +32,8 @@ from burnish.checkpoint.steps import step_paths
 from burnish.config.document import recorded
 from burnish.config.resume import RunIdentity
 from burnish.config.schema import CheckpointConfig
+from burnish.distributed.child_process import Companion
 from burnish.distributed.collectives import agree, any_rank, from_main, gather_objects
-from burnish.distributed.companion import Companion
 from burnish.distributed.layout import Layout
 from burnish.errors import BurnishError, CorruptError, IncompatibleError, MissingError, UsageError
 from burnish.files.backends import RemoteFile

@@ -17,7 +17,11 @@ import torch
 from torch import Tensor
 
 from burnish.boxes.tensor_reader import DirectoryReader, TensorInfo, bytes_of, chunks, dtype_name
-from burnish.checkpoint.layout import (
+from burnish.checkpoint.load import StepReader
+from burnish.checkpoint.manifest import ADAPTER_STATE
+from burnish.checkpoint.steps import Committed, files_below, read_file, small_files
+from burnish.checkpoint.tools.assets import CONFIG, read_assets, require_outside_steps, with_dtype
+from burnish.checkpoint.write_plan import (
     MAIN,
     MODEL,
     Stored,
@@ -25,10 +29,6 @@ from burnish.checkpoint.layout import (
     prefix_of,
     roles_in,
 )
-from burnish.checkpoint.load import StepReader
-from burnish.checkpoint.manifest import ADAPTER_STATE
-from burnish.checkpoint.steps import Committed, files_below, read_file, small_files
-from burnish.checkpoint.tools.assets import CONFIG, read_assets, require_outside_steps, with_dtype
 from burnish.config.schema import LoraConfig, ModelConfig
 from burnish.errors import IncompatibleError, MissingError, UsageError, few
 from burnish.files.durable import Syncs, naming_failures

@@ -16,11 +16,11 @@ from torch import Tensor
 from burnish.boxes.box import whole
 from burnish.boxes.shards import Shard, TensorSpec
 from burnish.boxes.tensor_reader import DirectoryReader, TensorInfo, locate
-from burnish.checkpoint.layout import MAIN, Disks
 from burnish.checkpoint.manifest import IMPORTED
 from burnish.checkpoint.save import Contents, ModelContents, Saver, check_new
 from burnish.checkpoint.steps import INFLIGHT
 from burnish.checkpoint.tools.assets import CONFIG, read_assets, require_outside_steps, with_dtype
+from burnish.checkpoint.write_plan import MAIN, Disks
 from burnish.distributed.layout import Layout
 from burnish.errors import MissingError, few
 from burnish.files.durable import make_dirs_durably, naming_failures

@@ -54,8 +54,8 @@ _ENVIRONMENT = {
     "TRITON_F32_DEFAULT": "ieee",  # else fp32 products in attention and experts are TF32, with 10 bits
 }
 PROCESSORS = (
-    "burnish.rollout.vllm.draws:DrawingProcessor",
-    "burnish.rollout.vllm.draws_v2:SlotDrawingProcessor",
+    "burnish.rollout.vllm.logits_processor_v1:DrawingProcessor",
+    "burnish.rollout.vllm.logits_processor_v2:SlotDrawingProcessor",
 )
 """The logits processors for vLLM's model runners V1 and V2."""
 # Share of a CPU's free memory for keys and values, and of an accelerator's for all of vLLM.
@@ -107,7 +107,7 @@ class VllmGenerator(EngineGenerator):
             made = adapter.Adapter(self._meta_model, lora)
             specs = [TensorSpec(each.name, each.shape, dtype) for each in made.weights]
             self._factors, self._scale = {spec.name: spec for spec in specs}, made.scale
-        self._draws: Any = import_module("burnish.rollout.vllm.draws")
+        self._draws: Any = import_module("burnish.rollout.vllm.logits_processor_v1")
         self._worker: Any = import_module("burnish.rollout.vllm.vllm_worker")
         if experts:
             self._layers = layers_with_experts(hf_config.get_text_config().to_dict())

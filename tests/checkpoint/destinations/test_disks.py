@@ -30,9 +30,9 @@ from ranks import run_ranks
 
 from burnish.checkpoint.destinations.mirror import Sync, open_partial
 from burnish.checkpoint.destinations.run_mirror import RunMirror
-from burnish.checkpoint.layout import Disks, owners_by_disk
 from burnish.checkpoint.retention import Retention
 from burnish.checkpoint.steps import PORTION, portion_paths, verify
+from burnish.checkpoint.write_plan import Disks, owners_by_disk
 from burnish.distributed.layout import Layout
 from burnish.errors import BurnishError, CorruptError, UsageError
 from burnish.files.remote import Remote

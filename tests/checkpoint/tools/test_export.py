@@ -20,9 +20,9 @@ from safetensors.torch import load_file
 from tiny import tiny_model
 from transformers import AutoModelForCausalLM
 
-from burnish.checkpoint.layout import MAIN, rounded
 from burnish.checkpoint.steps import open_step
 from burnish.checkpoint.tools.export import StepModel, export
+from burnish.checkpoint.write_plan import MAIN, rounded
 from burnish.distributed.layout import Layout
 from burnish.errors import BurnishError, CorruptError, IncompatibleError, UsageError
 from burnish.files.safetensors import read_header

@@ -20,10 +20,10 @@ from engine_states import config, shapes
 from ranks import run_ranks
 from traffic import EXCHANGE, Traffic
 
-from burnish.checkpoint.layout import MAIN
 from burnish.checkpoint.manager import Checkpoints
 from burnish.checkpoint.save import Contents, ModelContents
 from burnish.checkpoint.steps import newest
+from burnish.checkpoint.write_plan import MAIN
 from burnish.config.schema import EngineConfig, OptimConfig
 from burnish.distributed.layout import Layout
 from burnish.engines.base import Part

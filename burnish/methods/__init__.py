@@ -1,0 +1,1 @@
+"""The methods: what a run learns, from rows to updates."""

@@ -1,0 +1,313 @@
+"""Validate on held-out data, during training or alone.
+
+The first reward function scores n completions of each prompt (mean@n, pass@n, maj@n). `val/reward` is the weighted sum of all.
+Examples are scored by their loss. Every step samples with the same seed. Benchmarks with their own harnesses are not supported.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence, Sized
+from contextlib import closing, suppress
+from dataclasses import replace
+from functools import partial
+from itertools import compress
+from pathlib import Path
+from typing import Any
+
+import torch
+import xxhash
+
+from burnish.algorithms.evaluation import evaluation_stats
+from burnish.checkpoint.load import CheckpointSource
+from burnish.checkpoint.manifest import ADAPTER_STATE
+from burnish.checkpoint.steps import Committed, small_files, verify_files
+from burnish.checkpoint.tools.listing import newest_step
+from burnish.config.document import dump_yaml
+from burnish.config.schema import EvaluationConfig, LoraConfig, ModelConfig, RunConfig
+from burnish.data.batching import make_batch
+from burnish.data.tasks import PromptDataset
+from burnish.distributed.collectives import agree, gather_objects, reduce_stats, same_on_all_ranks
+from burnish.distributed.device import device_name
+from burnish.distributed.layout import Layout
+from burnish.engines.base import Engine
+from burnish.errors import StoppedError
+from burnish.methods.parts.judges import load_judge
+from burnish.methods.parts.rollouts import Collector, Judge, sampling
+from burnish.records.rollout_table import RolloutTable
+from burnish.records.seeds import derive_seed
+from burnish.rewards.builtin import extract_answer
+from burnish.rewards.overview import rollout_stats
+from burnish.rewards.pool import RewardPool
+from burnish.runs.rollout_transfer import arriving
+from burnish.runs.run import Validation
+from burnish.runs.setup import (
+    Foundation,
+    TextFoundation,
+    example_dataset,
+    lay_foundation,
+    load_frozen,
+    make_collector,
+    model_tokenizer,
+    prompt_dataset,
+    prove_start,
+)
+from burnish.runs.signals import Stopper, StopRequested, catch_signals
+from burnish.runs.trainer_state import require_same_adapter
+from burnish.runs.verify_inputs import Intact
+from burnish.tracking.progress import Progress
+from burnish.tracking.rollouts import chosen, texts_of_tokens, write_rollouts
+from burnish.tracking.rundir import TRAINER, RunDirectory, environment, write_atomically
+from burnish.tracking.stats import Mean, Stats
+from burnish.tracking.trackers import JsonlTracker
+
+_LENGTHS = ("response_length/mean", "response_length/clip_ratio")
+
+log = logging.getLogger("burnish")
+
+
+def prompt_validation(
+    foundation: TextFoundation,
+    collector: Collector,
+    dataset: PromptDataset,
+    before: Callable[[], None] = lambda: None,
+) -> Validation:
+    """Return a function that calls `before`, completes held-out prompts and scores the completions."""
+    config = foundation.config
+    collector = replace(collector, stragglers=None)
+    prompts = [dataset[index] for index in _measured_rows(dataset, config.evaluation.prompts)]
+    judged_by = config.reward.part_names[0]
+    seed = derive_seed(config.seed, "validation")
+    how = sampling(config.rollout, config.evaluation, seed % 2**63, step=0)
+
+    def validate() -> tuple[dict[str, float], RolloutTable]:
+        before()
+        with collector.parked():
+            table = collector.collect(prompts, 0, config.evaluation.n, how)
+        answers = _answers(table, collector.layout)
+        return _by_source(table, answers, judged_by, config.evaluation), table
+
+    return validate
+
+
+def _measured_rows(dataset: Sized, wanted: int | None) -> list[int]:
+    """Return evenly spaced rows, so that each file contributes."""
+    count = len(dataset)
+    wanted = min(wanted or count, count)
+    return [place * count // wanted for place in range(wanted)]
+
+
+Answers = Sequence[Sequence[Any]]
+"""Digests of the answers in completions, by prompt; None for no answer."""
+
+
+def _answers(table: RolloutTable, layout: Layout) -> Answers:
+    """Return a digest of each answer; only None with one completion per prompt. Collective."""
+    if len(table.owners) == len(table):
+        return [[None] for _ in table.sizes]
+    texts = (table.rollout(n).text for n in table.of_rank(layout.rank))
+    answers = (extract_answer(text) for text in texts)
+    mine = [a and xxhash.xxh3_128_digest(a.encode("utf-8", "surrogatepass")) for a in answers]
+    shares = [iter(theirs) for theirs in gather_objects(mine, layout)]
+    found = iter([next(shares[max(owner, 0)]) for owner in table.owners.tolist()])
+    return [[next(found) for _ in range(size)] for size in table.sizes]
+
+
+def _by_source(
+    table: RolloutTable, answers: Answers, judged_by: str, how: EvaluationConfig
+) -> dict[str, float]:
+    sources: defaultdict[str, list[int]] = defaultdict(list)
+    for number, source in enumerate(table.sources):
+        sources[source].append(number)
+    sources.pop("", None)
+    found = {f"val/{name}": x for name, x in _numbers(table, answers, judged_by, how).items()}
+    for source, theirs in sorted(sources.items()):
+        some = table.take(theirs), [answers[i] for i in theirs]
+        numbers = _numbers(*some, judged_by, how)
+        found |= {f"val/{source}/{name}": x for name, x in numbers.items()}
+    return found
+
+
+def _numbers(
+    table: RolloutTable, answers: Answers, judged_by: str, how: EvaluationConfig
+) -> dict[str, float]:
+    # If the first function fails or returns None (it does not apply), no other function's score replaces it.
+    values, there = table.part(judged_by)
+    scored = table.by_group(there)
+    scores = [[*compress(*each)] for each in zip(table.by_group(values), scored, strict=True)]
+    answers = [[*compress(*each)] for each in zip(answers, scored, strict=True)]
+    worth = evaluation_stats(scores, answers, how.n, how.solved).values_by_name()
+    all_of_it = rollout_stats(table).values_by_name()
+    parts = {name: x for name, x in all_of_it.items() if name.startswith("reward/parts/")}
+    return {
+        **worth,
+        "reward": all_of_it["reward/mean"],
+        "dropped": all_of_it["reward/dropped"],
+        **(parts if len(parts) > 1 else {}),
+        **{name: all_of_it[name] for name in _LENGTHS},
+    }
+
+
+def example_validation(
+    foundation: Foundation, engine: Engine, check: Callable[[], object], progress: Progress
+) -> Validation:
+    """Return a function that measures `val/loss`, the mean loss per token of held-out examples.
+
+    Every rank calls `check` between batches; it may raise.
+    """
+    config, layout, device = foundation.config, engine.layout, foundation.device
+    paths, setting = config.data.validation, "data.validation"
+    dataset = example_dataset(foundation, paths, setting, progress=progress)
+    rows = _measured_rows(dataset, config.evaluation.prompts)
+    size, budget = config.batch.examples, config.microbatch_tokens
+
+    def validate() -> tuple[dict[str, float], None]:
+        stats = Stats({"val/loss": Mean(0.0, 0.0)})
+        for start in range(0, len(rows), size):
+            check()
+            examples = dataset.items(rows[start : start + size])
+            batch = make_batch(examples, layout, budget, foundation.flops)
+            for output, micro in zip(engine.forward(batch), batch.microbatches, strict=True):
+                # The log-probs of tokens outside the loss mask are 0.
+                part = Mean(-output.logprobs.sum(), float(micro.loss_mask.sum()))
+                stats = stats.merge(Stats({"val/loss": part}))
+        return reduce_stats(stats, layout, device).values_by_name(), None
+
+    return validate
+
+
+def evaluate(
+    config: RunConfig,
+    local: RunConfig,
+    step: Committed | None,
+    root: Path,
+    layout: Layout,
+    device: torch.device,
+) -> dict[str, float]:
+    """Validate a model, with the weights of `step` if given. Collective.
+
+    With reward functions, held-out data are prompts, else examples. Writes completions below `root`.
+    """
+    with catch_signals(layout) as stopper:
+        try:
+            progress = Progress(local.tracking.progress and layout.is_main)
+            foundation: TextFoundation
+            if local.rollout.engine == "openai":
+                tokenizer = model_tokenizer(local.model, local.data.chat_template_name)
+                foundation = TextFoundation(local, tokenizer, layout, device)
+            else:
+                foundation = _with_weights(lay_foundation(local, layout, device), step, progress)
+            measured, table = _measure(foundation, stopper, progress)
+            if table is not None and local.tracking.rollouts_every:
+                number = 0 if step is None else step.step
+                _write_evaluation(root, dump_yaml(config), foundation, number, measured, table)
+            return measured
+        except StopRequested as request:
+            raise StoppedError(
+                f"{request}; nothing was written", signal_number=request.signal_number
+            ) from None
+
+
+def _with_weights(foundation: Foundation, step: Committed | None, progress: Progress) -> Foundation:
+    layout = foundation.layout
+    Intact(layout, progress).require(*foundation.places(fresh=step is None))
+    if step is None:
+        return foundation
+    same_on_all_ranks(str(step.path), "the step to evaluate", layout)
+    require_same_adapter(step.state.get(ADAPTER_STATE), foundation.adapter, step.path)
+    if layout.is_main:
+        log.info("evaluating %s", step.path)
+    return replace(foundation, source=CheckpointSource(step, layout))
+
+
+def _write_evaluation(
+    root: Path,
+    config: str,
+    foundation: TextFoundation,
+    step: int,
+    measured: Mapping[str, float],
+    table: RolloutTable,
+) -> None:
+    """Write `evaluations/N` below `root` as a run's directory. Collective."""
+    layout, order = foundation.layout, table.order
+    rollouts = arriving(table, order, chosen(step, table.rewards, order), layout)
+    settings, texts = foundation.config, None
+    if settings.tracking.rollout_tokens and settings.rollout.engine != "openai":
+        texts = partial(texts_of_tokens, decode=foundation.tokenizer.decode)
+    with agree(layout), rollouts as incoming:
+        try:
+            if layout.is_main:
+                kept = RunDirectory(_next_directory(root / "evaluations"))
+                write_rollouts(kept.rollouts, step, table, None, texts, arriving=incoming)
+                write_atomically(kept.config, config)
+                with closing(JsonlTracker(kept.metrics)) as metrics:
+                    metrics.log(step, measured)
+                kept.write_status(step, "finished")
+                found = environment(device_name(foundation.device), layout.world)
+                kept.write_environment({TRAINER: "eval", **found})
+                log.info("the completions are in %s", kept.rollouts)
+        except OSError as error:  # another user's run directory, or a full disk
+            log.warning("the completions are not saved: %s", error)
+
+
+def _next_directory(parent: Path) -> Path:
+    """Make the first free numbered directory, safe from races."""
+    parent.mkdir(parents=True, exist_ok=True)
+    number = 0
+    while True:
+        number += 1
+        with suppress(FileExistsError):
+            (parent / str(number)).mkdir()
+            return parent / str(number)
+
+
+def _load(foundation: Foundation) -> Engine:
+    engine = load_frozen(foundation)
+    if foundation.adapter is None:
+        prove_start(engine, foundation)
+    return engine
+
+
+def _measure(
+    foundation: TextFoundation, stopper: Stopper, progress: Progress
+) -> tuple[dict[str, float], RolloutTable | None]:
+    config = foundation.config
+    paths, setting = config.data.validation, "data.validation"
+    with progress.phase("evaluate"):
+        if isinstance(foundation, Foundation) and not config.reward.given:
+            engine = _load(foundation)
+            return example_validation(foundation, engine, stopper.check_all, progress)()
+        with RewardPool(config.reward) as pool:
+            held_out = prompt_dataset(foundation, paths, setting, pool=pool, progress=progress)
+            pool.require_answer(held_out[0], held_out.first_row)
+            model: Engine | None = None
+            judge: Judge | None = None
+            if isinstance(foundation, Foundation):
+                model = _load(foundation)
+                judge = load_judge(foundation, model)
+            collector = make_collector(foundation, pool, stopper.check, progress, judge)
+            with closing(collector.generator) as generator:
+                if model is not None:
+                    generator.load_weights(model.published(), version=0)
+                measured = prompt_validation(foundation, collector, held_out)()
+            with agree(foundation.layout):
+                collector.failures.require_answer()
+            return measured
+
+
+def newest_model(run_directory: Path, model: ModelConfig) -> tuple[ModelConfig, Committed]:
+    """Return the settings of the model in a run's newest committed step, and that step.
+
+    An adapter keeps its base model. Raises `MissingError` without a step.
+    """
+    step = newest_step(RunDirectory(run_directory).checkpoints)
+    for damage in verify_files(step, small_files(step)):
+        raise damage
+    own = str(step.path / "model")
+    found: dict[str, Any] = {"tokenizer": own, "chat_template": None}
+    if not model.adapter:
+        found = {"path": own, "fresh": None, "tokenizer": None, "chat_template": None}
+    elif model.lora.path:
+        found["lora"] = LoraConfig(path=own, publish=model.lora.publish)
+    return model.model_copy(update=found), step

@@ -1,0 +1,1 @@
+"""What methods share: rollouts, updates of a policy, critics, judges, evaluations."""

@@ -1,0 +1,178 @@
+"""Reinforcement learning with verifiable rewards: GRPO, its variants, and PPO.
+
+A step generates completions for each prompt, scores them, turns rewards into advantages, updates critic and policy, and publishes
+the weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack, closing
+from dataclasses import replace
+from functools import partial
+from importlib import import_module
+
+import torch
+
+from burnish.algorithms.base import Advantage, load_advantage
+from burnish.algorithms.kl import adapted
+from burnish.algorithms.loss import policy_loss_fn
+from burnish.algorithms.schedule import learning_rate
+from burnish.checkpoint.write_plan import MAIN
+from burnish.config.schema import RunConfig
+from burnish.distributed.collectives import agree
+from burnish.distributed.layout import Layout
+from burnish.engines.base import Engine
+from burnish.methods.parts.policy_update import CRITIC, PolicyUpdate, policy_stats
+from burnish.methods.parts.rollouts import GroupSampler, Judge, RolloutQueue
+from burnish.rewards.pool import RewardPool
+from burnish.runs.run import Run, Validation, counted
+from burnish.runs.session import Session, open_run
+from burnish.runs.setup import (
+    Foundation,
+    Learner,
+    lay_foundation,
+    load_frozen,
+    make_collector,
+    make_engine,
+    make_loader,
+    prompt_dataset,
+    train_dataset,
+)
+from burnish.runs.trainer_state import Fingerprints, weights_version
+from burnish.tracking.stats import Max, Stats
+
+
+def train(config: RunConfig, local: RunConfig, layout: Layout, device: torch.device) -> None:
+    """Train with rewards as `config` says, from where its run directory left off. Collective.
+
+    `local` comes from `local_inputs`.
+    """
+    with ExitStack() as stack:
+        session = stack.enter_context(open_run(config, "rl", layout, device))
+        pool = stack.enter_context(RewardPool(local.reward, session.spans.move))
+        spans, progress = session.spans, session.progress
+        advantage = load_advantage(config.algorithm.advantage)
+        loss = policy_loss_fn(config.algorithm, config.rollout.max_response_length)
+        with progress.phase("setup", 4) as bar:
+            cards = import_module("burnish.runs.model_card")
+            card = cards.model_card("rl", config.model, config.data, config.model_dump())
+            foundation = lay_foundation(local, layout, device, given=config.model, card=card)
+            bar.advance()
+            prompts = partial(prompt_dataset, foundation, pool=pool, progress=progress)
+            dataset = train_dataset(prompts, local.data)
+            held_out = local.data.validation and prompts(local.data.validation, "data.validation")
+            pool.require_answer(dataset[0], dataset.first_row)
+            bar.advance()
+            by_epoch = config.steps is None and not config.algorithm.dynamic_sampling.enabled
+            loader = make_loader(dataset, config.data, config.seed, by_epoch=by_epoch)
+            total = config.steps or loader.takes(config.batch.prompts, config.epochs)
+            formula = config.algorithm, local.reward.functions
+            fingerprints = Fingerprints.of(
+                foundation.tokenizer, dataset, local.model.path, *formula
+            )
+            run, update, judge, engines = _models(
+                foundation, session, fingerprints, total, advantage
+            )
+            loader.state = run.state.cursor
+            bar.advance()
+            collector = make_collector(foundation, pool, session.stopper.check, progress, judge)
+            stack.callback(collector.generator.close)
+            if config.engine.park:
+                collector = replace(collector, parks=engines)
+            waiting = config.critic.warmup_steps
+            version = weights_version(run.state.step, waiting)
+            guard = import_module("burnish.methods.parts.guard").Guard
+            check = guard(update, collector.generator, dataset, layout, version).check
+            sampler = GroupSampler(config, collector, dataset, loader)
+            queue = stack.enter_context(closing(RolloutQueue(sampler, total, check)))
+            queue.restore(run.pending, run.partial)
+            queue.publish(update.engine.published(), version)
+            kl = config.algorithm.kl
+            kl_coef = kl.coef if run.state.kl_coef is None else run.state.kl_coef
+            validate: Validation | None = None
+            if held_out:
+                evaluation = import_module("burnish.methods.evaluation")
+                validate = evaluation.prompt_validation(foundation, collector, held_out, queue.idle)
+            bar.advance()
+        policy, critic = update.engine, update.critic
+        with run.training(validate, queue):
+            for step in run.steps():
+                learning = step >= waiting
+                with spans("rollout"):
+                    drawn = queue.take(step)
+                with spans("advantages"):
+                    batches = update.minibatches(drawn.groups)
+                    credit = update.assign_credit(drawn.groups, batches, kl_coef)
+                    batches = credit.batches
+                    if learning:
+                        batches = update.with_logprobs(batches, step)
+                session.stopper.check_all()
+                stats, updates = credit.stats, update.in_epochs(batches, step)
+                count = sum(len(batch.microbatches) for batch in updates) if learning else None
+                with spans("update"), progress.phase("update", count) as bar:
+                    for batch in updates:
+                        if critic is not None:
+                            stats = stats.merge(critic.update(batch, step))
+                        if learning:
+                            lr = learning_rate(step - waiting, total - waiting, config.optim)
+                            learned = policy.forward_backward(batch, counted(loss, bar))
+                            learned = learned.merge(policy.optim_step(lr))
+                            stats = stats.merge(policy_stats(learned))
+                if learning:
+                    with spans("publish"):
+                        queue.publish(policy.published(), step + 1)
+                if kl.target is not None:
+                    stats = stats.merge(Stats({"actor/kl_coef": Max(torch.tensor(kl_coef))}))
+                    kl_coef = adapted(kl_coef, credit.kl, int(drawn.groups.is_scored.sum()), kl)
+                run.finish(
+                    stats.merge(queue.stats(drawn)),
+                    cursor=loader.state,
+                    batches=batches,
+                    kl_coef=None if kl.target is None else kl_coef,
+                    rollouts=drawn.groups,
+                    advantages=credit.advantages,
+                    by_token=credit.by_token,
+                )
+        with agree(layout):
+            collector.failures.require_answer()
+
+
+def _models(
+    foundation: Foundation,
+    session: Session,
+    fingerprints: Fingerprints,
+    total_steps: int,
+    advantage: Advantage | None,
+) -> tuple[Run, PolicyUpdate, Judge | None, Sequence[Engine]]:
+    """Load the models. Return the run, its update, its reward models, and the engines of policy, critic and reference."""
+    config = foundation.config
+    engine = make_engine(foundation, config.optim)
+    learners: dict[str, Learner] = {MAIN: Learner(engine, foundation)}
+    critic = None
+    if config.algorithm.advantage == "gae":
+        made = import_module("burnish.methods.parts.critic").Critic.make
+        critic = made(foundation, total_steps, engine)
+        learners[CRITIC] = critic
+    run = Run(session, learners, fingerprints, total_steps)
+    judge: Judge | None = None
+    if config.reward.models:
+        reward_models = import_module("burnish.methods.parts.judges")
+        judge = reward_models.load_judge(foundation, engine)
+    engines = [each.engine for each in learners.values()]
+    reference = None
+    if config.algorithm.kl.coef > 0:
+        initial = _reference(foundation, engine, session)
+        reference = partial(initial.forward, adapter=initial is not engine)
+        engines += [initial] if initial is not engine else []
+    update = PolicyUpdate(engine, reference, critic, foundation.costs, config, advantage)
+    return run, update, judge, engines
+
+
+def _reference(foundation: Foundation, engine: Engine, session: Session) -> Engine:
+    """Return the frozen initial model; with a fresh adapter that is `engine` with the adapter off."""
+    adapter = foundation.config.model.adapter
+    if adapter and adapter.path is None:
+        return engine
+    session.intact.require(*foundation.places(fresh=True))
+    return load_frozen(foundation, engine)

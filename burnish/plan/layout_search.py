@@ -1,0 +1,258 @@
+"""Find the layouts of a run that fit, quickest first."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import product
+from typing import Literal, get_args
+
+from burnish.config.constraints import check_layout, divisors
+from burnish.config.out_of_memory_hints import remedies
+from burnish.config.schema import EngineConfig, RunConfig
+from burnish.distributed.layout import indivisible
+from burnish.errors import BurnishError, UsageError, bytes_text
+from burnish.families import ModelShape, names_of
+from burnish.plan.devices import PER_MACHINE, Clock, Devices
+from burnish.plan.memory import MegatronNeeds, Needs, Parts, phases_of, total_of
+from burnish.plan.model import PlannedModel, Workload, shards_of
+
+_CHECKPOINTING = get_args(EngineConfig.model_fields["activation_checkpointing"].annotation)
+_VIRTUAL_STAGES = (1, 2, 4)
+_DEGREES = {
+    "torch": ("replicas", "sequence_parallel", "tensor_parallel"),
+    "megatron": (
+        "tensor_parallel",
+        "sequence_parallel",
+        "pipeline_parallel",
+        "virtual_stages",
+        "expert_parallel",
+        "expert_tensor_parallel",
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A way to run and its needs, with a process per device."""
+
+    engine: EngineConfig
+    phases: dict[str, Parts]
+    """Bytes by phase and part, on the process that needs most."""
+    host: Parts
+    """Bytes of host memory of a process, if the device has a memory of its own."""
+    operations: dict[str, float]
+    """Floating-point operations of a process, by phase."""
+    seconds: dict[str, float]
+    """Estimated seconds by phase."""
+    microbatches: int
+    """Micro-batches of an optimizer step."""
+    devices: Devices
+
+    @property
+    def shards(self) -> int:
+        """See `shards_of`."""
+        return shards_of(self.engine, self.devices.count)
+
+    @cached_property
+    def fullest(self) -> str:
+        """The phase that needs most memory."""
+        return max(self.phases, key=self.total)
+
+    @cached_property
+    def need(self) -> float:
+        """Bytes of the fullest phase."""
+        return self.total(self.fullest)
+
+    @property
+    def fits(self) -> bool:
+        """Whether a device has as much as `need`."""
+        return self.need <= self.devices.usable
+
+    @cached_property
+    def step_seconds(self) -> float:
+        """Seconds of a step without a save."""
+        return sum(seconds for phase, seconds in self.seconds.items() if phase != "save")
+
+    def total(self, phase: str) -> float:
+        """Return the bytes of a phase."""
+        return total_of(self.phases[phase])
+
+    def overrides(self) -> list[str]:
+        """Return the layout's settings, as the command line takes them."""
+        engine, kind = self.engine, self.engine.kind
+        found = [f"engine.{n}={v}" for n in _DEGREES[kind] if (v := getattr(engine, n)) is not None]
+        if kind == "torch":
+            found.append(
+                f"engine.reshard_after_forward={str(engine.reshard_after_forward).lower()}"
+            )
+        return [*found, f"engine.activation_checkpointing={engine.activation_checkpointing}"]
+
+
+class Planner:
+    """The plans of one configuration on some devices."""
+
+    def __init__(
+        self,
+        shape: ModelShape,
+        config: RunConfig,
+        command: Literal["sft", "rl"],
+        devices: Devices,
+        judges: Sequence[ModelShape] = (),
+    ) -> None:
+        """Take the shapes of the policy and of `reward.models`.
+
+        Raises `UsageError` for a model that the engine does not compute, `IncompatibleError` for an adapter of missing layers.
+        """
+        if config.engine.kind == "megatron" and not shape.family.has_llama_layers:
+            raise UsageError(
+                "the megatron engine does not compute models of this type",
+                have="a model whose layers are not Llama's",
+                want=f"one of {names_of('has_llama_layers')}",
+                do="plan with engine.kind=torch",
+            )
+        self.model = PlannedModel(shape, config.model.adapter)
+        self.model.require_targets()
+        if command == "sft":
+            work = Workload.of_examples(config.batch, config.data)
+        else:
+            work = Workload.of_completions(
+                config.batch, config.data, config.rollout, config.algorithm
+            )
+        self.work = replace(work, saves_in_background=config.checkpoint.background)
+        """The sequences of a step."""
+        self._judges = [PlannedModel(judge, scores_values=True) for judge in judges]
+        self._config, self._command, self._devices = config, command, devices
+        self._clock = Clock(self.model, self.work, devices, self._judges)
+
+    def as_configured(self) -> tuple[Plan | None, BurnishError | None]:
+        """Return the present settings' plan, and why it cannot run or does not fit."""
+        config, engine = self._config, self._config.engine
+        try:
+            check_layout(config, self._command, self._devices.count)
+            for problem in self._indivisible(engine):
+                raise problem
+        except BurnishError as error:
+            return None, error
+        plan = next(self._plans(engine, [engine.activation_checkpointing]))
+        return plan, None if plan.fits else self.refusal(plan)
+
+    def refusal(self, plan: Plan) -> UsageError:
+        """Return the error of a plan that does not fit, with remedies."""
+        parts = sorted(plan.phases[plan.fullest].items(), key=lambda item: -item[1])
+        most = ", ".join(f"{name} {bytes_text(size)}" for name, size in parts[:4])
+        settings = self._config.model_copy(update={"engine": plan.engine})
+        # Only a smaller model makes the generator smaller, so its remedies come last unless nothing else can help.
+        usable = self._devices.usable
+        last = [name for name, size in parts if name == "generator" and size <= usable]
+        names = [name for name, _ in parts if name not in last]
+        on_cpu = self._devices.cpu
+        helpful = remedies(settings, self._command, plan.fullest, names, on_cpu=on_cpu)
+        return UsageError(
+            f"this run does not fit on {plan.devices}",
+            have=f"{bytes_text(plan.need)} in {plan.fullest} ({most})",
+            want=f"at most {bytes_text(plan.devices.usable)} on each device",
+            do=f"try {', or '.join(helpful[:3])}",
+        )
+
+    def all_plans(self) -> list[Plan]:
+        """Return a plan per layout and checkpointing: fitting ones first, by time and need."""
+        engine = self._config.engine
+        limited = engine.kind == "torch" and (engine.activation_offload or engine.compile)
+        kinds = [kind for kind in _CHECKPOINTING if kind != "selective" or not limited]
+        plans = [plan for each in self._layouts() for plan in self._plans(each, kinds)]
+        return sorted(
+            plans, key=lambda p: (not p.fits, p.step_seconds if p.fits else p.need, p.need)
+        )
+
+    def _indivisible(self, engine: EngineConfig) -> Iterator[UsageError]:
+        """Yield an error for every setting that cannot divide the policy or a reward model."""
+        plain = engine.model_copy(update={"expert_parallel": 1, "expert_tensor_parallel": None})
+        beside = [(judge.shape, plain) for judge in self._judges]
+        for shape, settings in ((self.model.shape, engine), *beside):
+            tensor = 1 if engine.kind == "megatron" else engine.tensor_parallel
+            if tensor > 1 and not shape.family.cuts_heads:
+                yield UsageError(
+                    "the torch engine does not divide the matrices of this family",
+                    have=f"engine.tensor_parallel: {tensor}",
+                    want="1",
+                    do="set engine.tensor_parallel=1",
+                )
+            yield from indivisible(shape, settings)
+
+    def _divides(self, engine: EngineConfig) -> bool:
+        config, shape, count = self._config, self.model.shape, self._devices.count
+        stages, virtual = engine.pipeline_parallel, engine.virtual_stages
+        tensor, within = engine.tensor_parallel, engine.expert_tensor_parallel
+        longest = config.longest_completed if self.work.slots else config.data.max_length or 0
+        return (
+            tensor * engine.sequence_parallel <= PER_MACHINE
+            and count % (engine.sharing * engine.replicas) == 0
+            and (engine.reshard_after_forward or shards_of(engine, count) > 1)
+            and (virtual == 1 or stages > 1)
+            and stages * virtual <= shape.depth
+            and (not shape.experts or within in (None, 1, tensor))
+            and (not shape.experts or count // stages % engine.expert_sharing == 0)
+            and count // engine.sharing <= self.work.sequences // self.work.updates
+            and longest <= config.batch.tokens_per_device * engine.sequence_parallel
+            and next(self._indivisible(engine), None) is None
+        )
+
+    def _layouts(self) -> Iterator[EngineConfig]:
+        engine, experts = self._config.engine, self.model.shape.experts
+        every, within = divisors(self._devices.count), divisors(PER_MACHINE)
+        values: dict[str, Sequence[object]] = {"tensor_parallel": within}
+        values |= {"sequence_parallel": within}
+        if engine.kind == "torch":
+            values |= {"replicas": every, "reshard_after_forward": (True, False)}
+        else:
+            values |= {"pipeline_parallel": every, "virtual_stages": _VIRTUAL_STAGES}
+            values |= {"expert_tensor_parallel": within} if experts else {}
+            values |= {"expert_parallel": divisors(max(experts, 1))}
+        for each in product(*values.values()):
+            found = engine.model_copy(update=dict(zip(values, each, strict=True)))
+            if self._divides(found):
+                yield found
+
+    def _plans(self, engine: EngineConfig, kinds: Sequence[str]) -> Iterator[Plan]:
+        stages = list(self._needs(engine))
+        for kind in kinds:
+            found = engine.model_copy(update={"activation_checkpointing": kind})
+            host = {} if self._devices.cpu else max((s.host(kind) for s in stages), key=total_of)
+            operations = self._clock.operations(found)
+            microbatches, slots = stages[0].microbatches, min(stage.slots for stage in stages)
+            seconds = self._clock.seconds(found, microbatches, operations, slots)
+            phases = phases_of(stages, kind)
+            yield Plan(found, phases, host, operations, seconds, microbatches, self._devices)
+
+    def _needs(self, engine: EngineConfig) -> Iterator[Needs]:
+        """Yield the needs of stages that can be the fullest."""
+        of_engine = MegatronNeeds if engine.kind == "megatron" else Needs
+        last = engine.pipeline_parallel - 1
+        middle = {(last + 1) // 2} if len(self.model.layers) > 1 else set()
+        for stage in sorted({0, last} | middle):
+            yield of_engine(
+                self.model,
+                self.work,
+                self._devices,
+                engine,
+                self._config.optim,
+                judges=self._judges,
+                stage=stage,
+            )
+
+
+def why_not(plans: Sequence[Plan]) -> list[str]:
+    """Return why plans do not fit, the commonest reason first."""
+    groups: dict[tuple[str, str], list[Plan]] = {}
+    for plan in plans:
+        if not plan.fits:
+            parts = plan.phases[plan.fullest]
+            groups.setdefault((plan.fullest, max(parts, key=parts.__getitem__)), []).append(plan)
+    lines = []
+    for (phase, part), some in sorted(groups.items(), key=lambda item: -len(item[1])):
+        least, most = (bytes_text(extreme(p.need for p in some)) for extreme in (min, max))
+        span = least if len(some) == 1 else f"{least} to {most}"
+        lines.append(f"{len(some)} need {span} in {phase}, most of it {part}")
+    return lines

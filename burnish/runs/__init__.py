@@ -1,0 +1,1 @@
+"""The life of a run: its directory, inputs, models, state, saves and end."""

@@ -1,0 +1,166 @@
+"""Copy a run's inputs from URLs and the Hugging Face Hub to this machine; its processes share them."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping
+from importlib import import_module
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import torch
+
+from burnish.config.schema import ModelConfig, RewardModelConfig, RunConfig
+from burnish.data.splits import folder_files, split_files
+from burnish.distributed.collectives import agree, from_main
+from burnish.distributed.device import has_bf16_products
+from burnish.distributed.environment import place_of
+from burnish.distributed.layout import Layout
+from burnish.errors import MissingError, UsageError, of_setting
+from burnish.files.cache import Watch, copied, local_files
+from burnish.files.hub import HubPlace, is_elsewhere
+from burnish.files.safetensors import ADAPTER_CONFIG
+from burnish.files.urls import is_url
+from burnish.tracking.progress import Progress
+from burnish.runs.hub_revisions import beginning, hub_entries, pin
+
+_SMALL_FILE = 256 << 20
+"""Most bytes of a data set's file that a dry run downloads."""
+_WEIGHTS = ".safetensors"
+_log = logging.getLogger(__name__)
+_MODEL_SUFFIXES = frozenset({".json", _WEIGHTS, ".model", ".txt", ".jinja", ".py", ".tiktoken"})
+
+
+def local_inputs(
+    config: RunConfig,
+    device: torch.device,
+    layout: Layout | None = None,
+    *,
+    trains: bool = True,
+    only_small: bool = False,
+) -> tuple[RunConfig, RunConfig]:
+    """Return the configuration to record, and the one to work with. Collective.
+
+    The first pins ids of the hub to commits, and has the precision that suits rank 0's `device`. The second has paths instead of
+    ids and URLs, and rank and layers of its first adapter. Only a run that `trains` copies training data and a critic.
+
+    With `only_small`, critic, reward models and data behind URLs are not copied. A data set of the hub shrinks to its first file,
+    if small. A remote model becomes a fresh one with its config.json and tokenizer. Raises `MissingError` for missing files, and
+    `BurnishError` if copying fails.
+    """
+    layout = layout or Layout()
+    values, pinned = config.model_dump(), config.model_dump()
+    with agree(layout):
+        if layout.is_main:
+            pin(pinned, beginning(pinned, config.directory, config.mirror_url))
+            if pinned["engine"]["precision"] == "auto":
+                pinned["engine"]["precision"] = "bf16" if has_bf16_products(device) else "fp32"
+    given = [section[key] for section, key, *_ in hub_entries(pinned)]
+    told, values["engine"]["precision"] = from_main((given, pinned["engine"]["precision"]), layout)
+    for (section, key, kind, _), value in zip(hub_entries(values), told, strict=False):
+        if HubPlace.of(section[key], kind) is not None:
+            section[key] = value
+    found = RunConfig.model_validate(values)
+    local = found
+    shown = config.tracking.progress and place_of(os.environ).layout.is_main
+    watch = Progress(True).phase if shown else None
+    for first in (True, False):  # a machine's first process copies; then its others find the copies
+        with agree(layout):
+            if (layout.local_rank == 0) is first:
+                _copy_all(values, watch, trains=trains, only_small=only_small)
+                local = RunConfig.model_validate(values)
+                local = local.model_copy(update={"model": _with_adapter(local.model)})
+    return found, local
+
+
+def _copy_all(
+    values: Mapping[str, Any], watch: Watch | None, *, trains: bool, only_small: bool
+) -> None:
+    model, has_weights = values["model"], trains or values["rollout"]["engine"] != "openai"
+    if only_small and is_elsewhere(model["path"]):
+        folder = local_directory(model["path"], watch, weights=False)
+        model |= {"path": None, "fresh": str(folder / "config.json"), "lora": {}}
+        model["tokenizer"] = model["tokenizer"] or str(folder)
+    for section, key, kind, setting in hub_entries(values):
+        is_beside = setting in ("critic.path", "reward.models")
+        stays = (is_beside and only_small) or (setting == "critic.path" and not trains)
+        if kind == "model" and not stays and is_elsewhere(section.get(key)):
+            if setting == "reward.models":  # keep the name: the copy's directory has another one
+                section["name"] = RewardModelConfig(**section).part_name
+            section[key] = str(local_directory(section[key], watch, weights=has_weights))
+    for setting in ("chat_template", "fresh"):
+        if isinstance(model[setting], str) and is_url(model[setting]):
+            model[setting] = str(_file(model[setting], watch))
+    for each in values["reward"]["functions"]:
+        file, colon, name = each["function"].rpartition(":")
+        if file.endswith(".py") and is_url(file):
+            each["function"] = f"{_file(file, watch)}{colon}{name}"
+    data = values["data"]
+    names = ("train", "validation") if trains and not data["streaming"] else ("validation",)
+    for name in names:
+        entries, data[name] = data[name], []
+        for entry in entries:
+            files = _data(entry, f"data.{name}", watch, only_small=only_small)
+            if name == "train" and data["weights"] and len(files) > 1:
+                raise UsageError(
+                    f"data.weights cannot weigh {entry}, which is {len(files)} files",
+                    want="remote entries of one file each",
+                    do="copy it to a directory of this machine, and name that in data.train",
+                )
+            data[name] += files
+
+
+def _data(entry: str, setting: str, watch: Watch | None, *, only_small: bool) -> list[str]:
+    if place := HubPlace.of(entry, "dataset"):
+        with of_setting(setting):
+            place = place.at_commit()
+            sizes = split_files(place, setting)
+            names = list(sizes)[:1] if only_small else list(sizes)
+            if only_small and sizes[names[0]] > _SMALL_FILE:
+                return [entry]
+            root = place.fetch(names, shown=watch is not None)
+        return [str(root / name) for name in names]
+    if only_small or not is_url(entry):
+        return [entry]
+    with of_setting(setting):
+        selected, notice = folder_files(entry, setting)
+    if notice:
+        _log.warning(notice)
+    root = copied(selected, watch)
+    return [str(root / file.name) for file in selected.files]
+
+
+def _with_adapter(model: ModelConfig) -> ModelConfig:
+    if model.lora.path is None:
+        return model
+    described = Path(model.lora.path).expanduser() / ADAPTER_CONFIG
+    if not described.is_file():
+        raise MissingError(
+            f"there is no adapter to continue from in {described.parent}",
+            have=f"no {ADAPTER_CONFIG}" if described.parent.is_dir() else "no such directory",
+            want=f"a directory with {ADAPTER_CONFIG}, for as long as the run goes on",
+            do="set model.lora.path to such a directory",
+        )
+    adapter_config = import_module("burnish.models.lora.adapter_config")
+    return adapter_config.with_adapter(model, described.read_bytes())
+
+
+def local_directory(place: str, watch: Watch | None = None, *, weights: bool = True) -> Path:
+    """Copy a Hugging Face directory, with custom code, to this machine. Raises `MissingError` if it has no files."""
+    suffixes = _MODEL_SUFFIXES if weights else _MODEL_SUFFIXES - {_WEIGHTS}
+
+    def wanted(name: str) -> bool:
+        return PurePosixPath(name).suffix in suffixes
+
+    hub = HubPlace.of(place, "model")
+    if hub is None:
+        return local_files(place, wanted, watch)[0].parent
+    hub, folder = hub.at_commit(), PurePosixPath(hub.path)
+    names = [str(folder / name) for name in hub.names() if wanted(name)]
+    return hub.fetch(names, shown=watch is not None) / folder
+
+
+def _file(url: str, watch: Watch | None) -> Path:
+    hub = HubPlace.of(url, "model")
+    return local_files(url, lambda name: False, watch)[0] if hub is None else hub.file("")

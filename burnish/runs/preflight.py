@@ -1,0 +1,264 @@
+"""Check that inputs exist, before torch is loaded.
+
+URLs and places of the hub are listed, not copied. With several processes, rank 0 asks the hub later (`burnish.runs.download_inputs`).
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+from collections.abc import Iterator, Sequence
+from importlib.machinery import PathFinder
+from pathlib import Path
+from typing import Any
+
+from burnish.config.constraints import Command
+from burnish.config.schema import CriticConfig, EngineConfig, ModelConfig, RewardConfig, RunConfig
+from burnish.data.columns import READERS
+from burnish.data.splits import entry_files, folder_files, split_files
+from burnish.distributed.environment import place_of
+from burnish.errors import (
+    BurnishError,
+    MissingError,
+    UsageError,
+    few,
+    install,
+    neighbours,
+    of_setting,
+    together,
+)
+from burnish.files.hub import FORMS, HubPlace, Kind
+from burnish.files.remote import Remote, RetryPolicy
+from burnish.files.safetensors import ADAPTER_CONFIG
+from burnish.files.urls import is_url
+from burnish.functions import no_function
+from burnish.rewards.signature import BUILTINS
+
+_CONFIG = "config.json"
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
+"""A tokenizer's directory holds at least one of these."""
+
+_CONFIG_LIMIT = 1 << 24
+_SERVICES = frozenset({"wandb", "mlflow", "trackio", "swanlab"})
+"""Trackers that need the package of the same name."""
+_ENGINES = {"vllm": "vLLM", "sglang": "SGLang"}
+"""Inference engines that need their own package, by package."""
+
+# A user should see soon that a service is down or a host does not exist.
+_PATIENCE = RetryPolicy(seconds=20)
+
+
+def require_inputs(config: RunConfig, command: Command, run_dir: Path | None = None) -> None:
+    """Raise `MissingError` naming every input of `command` that does not exist.
+
+    With `run_dir`, model and tokenizer come from that run's checkpoint.
+    """
+    problems = [] if run_dir else list(_models(config.model, config.critic, config.engine))
+    names = ("validation",) if command == "eval" else ("train", "validation")
+    for name in names:
+        for path in getattr(config.data, name):
+            if is_asked_here(path, "dataset"):
+                problems += _caught(_data(path, f"data.{name}"))
+    if command != "sft":
+        problems += _rewards(config.reward)
+        engine = config.rollout.engine
+        if engine in _ENGINES and config.rollout.place == "child":
+            do = f"{install(engine)}, or set rollout.engine=builtin"
+            problems += _package(engine, f"rollout.engine: {engine}", _ENGINES[engine], do)
+    if command != "eval":
+        problems += _trackers(config.tracking.trackers)
+    if problems:
+        raise together(problems, "the inputs of this run")
+
+
+def _caught(problems: Iterator[BurnishError]) -> Iterator[BurnishError]:
+    try:
+        yield from problems
+    except BurnishError as error:
+        yield error
+
+
+def is_asked_here(place: str, kind: Kind) -> bool:
+    """Return whether this process may look at a place before torch is loaded."""
+    return place_of(os.environ).layout.world == 1 or HubPlace.of(place, kind) is None
+
+
+def data_sizes(path: str, setting: str) -> list[int]:
+    """Return the sizes of an entry's files, local or remote."""
+    if hub := HubPlace.of(path, "dataset"):
+        return list(split_files(hub.at_commit(), setting).values())
+    if is_url(path):
+        return [file.size for file in folder_files(path, setting, _PATIENCE).selected.files]
+    return [file.stat().st_size for file in entry_files(path, setting).files]
+
+
+def model_fields(model: ModelConfig) -> dict[str, Any]:
+    """Return the model's config.json. Raises `MissingError` or `UsageError` without one."""
+    if isinstance(model.fresh, dict):
+        return model.fresh
+    place = model.fresh or model.path
+    if not place:
+        raise UsageError("no model is given", do="set model.path or model.fresh")
+    try:
+        fields = json.loads(small_file(place, "" if model.fresh else "config.json"))
+    except ValueError as error:
+        raise UsageError(f"{place} is not JSON", have=error, do="correct the file") from error
+    if not isinstance(fields, dict):
+        have = type(fields).__name__
+        raise UsageError(f"{place} is not a JSON object", have=have, do="correct the file")
+    return fields
+
+
+def small_file(place: str, name: str) -> bytes:
+    """Return a small file of a directory, local or remote; for "" the place itself."""
+    if hub := HubPlace.of(place, "model"):
+        return hub.file(name).read_bytes()
+    place = f"{place.rstrip('/')}/{name}" if name else place
+    if is_url(place):
+        remote = Remote(place)
+        return remote.parent().read(remote.url.name, _CONFIG_LIMIT)
+    path = Path(place).expanduser()
+    if not path.is_file():
+        raise MissingError(
+            f"there is no file {path}",
+            want=f"a file {path.name}; weights are not needed",
+            do="set model.path, model.lora.path and reward.models to directories with this file or to ids of the hub, or model.fresh to the file",
+        )
+    return path.read_bytes()
+
+
+def _models(
+    model: ModelConfig, critic: CriticConfig, engine: EngineConfig
+) -> Iterator[BurnishError]:
+    directories = (
+        (model.path, "model.path", (_CONFIG,)),
+        (critic.path, "critic.path", (_CONFIG,)),
+        (model.lora.path, "model.lora.path", (ADAPTER_CONFIG,)),
+        (model.tokenizer, "model.tokenizer", _TOKENIZER_FILES),
+    )
+    for path, setting, members in directories:
+        if path is not None and is_asked_here(path, "model"):
+            yield from _caught(_directory(path, setting, members))
+    for value, setting in (
+        (model.fresh, "model.fresh"),
+        (model.chat_template, "model.chat_template"),
+    ):
+        if isinstance(value, str):
+            yield from _file(value, setting)
+    if model.adapter is not None:
+        want, do = (
+            "peft, which has the adapter's modules",
+            f"{install('lora')}, or remove model.lora",
+        )
+        yield from _package("peft", "model.lora", want, do)
+    if engine.kind == "megatron":
+        do = f"{install('megatron')}, or set engine.kind=torch"
+        yield from _package("megatron", "engine.kind megatron", "megatron-core 0.16", do)
+
+
+def _directory(path: str, setting: str, members: Sequence[str]) -> Iterator[BurnishError]:
+    folder, wanted = Path(path).expanduser(), " or ".join(members)
+    if hub := HubPlace.of(path, "model"):
+        with of_setting(setting):
+            names = hub.at_commit().names()
+    elif is_url(path):
+        names = Remote(path, _PATIENCE).names()
+    elif folder.is_dir():
+        names = sorted(each.name for each in folder.iterdir())
+    else:
+        yield MissingError(
+            f"{setting}: there is no directory {path}",
+            have=neighbours(folder),
+            want=f"a directory on this machine that holds {wanted}, or {FORMS['model']} of the hub",
+            do=f"correct {setting}",
+        )
+        return
+    if hub and members == (_CONFIG,) and not any(n.endswith(".safetensors") for n in names):
+        yield MissingError(
+            f"{setting}: {path} holds no weights that Burnish reads",
+            have=few([name for name in names if not name.endswith(".json")]) or "no weights",
+            want="*.safetensors",
+            do=f"name a revision that has them: {hub.repo}@REVISION",
+        )
+    elif not set(names).intersection(members):
+        step = path.rstrip("/").rpartition("/")[0] or "."
+        merge = f"merge it into its model with burnish ckpt export {step} DIRECTORY --merged, and set {setting}=DIRECTORY"
+        yield MissingError(
+            f"{setting}: {path} holds no {wanted}",
+            have=few(names) or "nothing",
+            want=f"a Hugging Face directory with {wanted}",
+            do=merge if ADAPTER_CONFIG in names else f"correct {setting}",
+        )
+
+
+def _file(path: str, setting: str) -> Iterator[BurnishError]:
+    if path.startswith("hf://") and (hub := HubPlace.of(path, "model")):
+        have = "" if hub.path in (names := hub.at_commit().files()) else few(list(names))
+    elif is_url(path):
+        remote = Remote(path, _PATIENCE)
+        is_there, folder = remote.stat() is not None, remote.parent()
+        have = "" if is_there else f"{folder} with {few(folder.names()) or 'nothing'}"
+    else:
+        file = Path(path).expanduser()
+        have = "" if file.is_file() else neighbours(file)
+    if have:
+        yield MissingError(
+            f"{setting}: there is no file {path}", have=have, want="a file", do=f"correct {setting}"
+        )
+
+
+def _data(path: str, setting: str) -> Iterator[BurnishError]:
+    with of_setting(setting):
+        sizes = data_sizes(path, setting)
+    if not sizes:
+        yield MissingError(
+            f"{setting}: nothing to read at {path}",
+            have=neighbours(Path(path).expanduser()),
+            want=f"a {', '.join(sorted(READERS))} file, a directory of such, a pattern that matches, or a data set of the hub, {FORMS['dataset']}",
+            do=f"correct {setting}",
+        )
+
+
+def _rewards(rewards: RewardConfig) -> Iterator[BurnishError]:
+    for index, model in enumerate(rewards.models):
+        for members in ((_CONFIG,), _TOKENIZER_FILES):
+            if is_asked_here(model.path, "model"):
+                yield from _caught(_directory(model.path, f"reward.models[{index}].path", members))
+    for index, reward in enumerate(rewards.functions):
+        setting = f"reward.functions[{index}].function"
+        module, colon, _ = reward.function.rpartition(":")
+        if reward.function == "math_verify":
+            want, do = "math-verify, which compares expressions", install("math")
+            yield from _package("math_verify", setting, want, f"{do}, or name another function")
+        if colon and module.endswith(".py"):
+            yield from _file(module, setting)
+        elif not colon and reward.function not in BUILTINS:
+            yield no_function(reward.function, setting, BUILTINS)
+        elif colon and not _importable(module.partition(".")[0]):
+            yield MissingError(
+                f"{setting}: there is no module {module}",
+                have=reward.function,
+                want="module:function that Python can import, or file.py:function",
+                do=f"correct {setting}, or install the module",
+            )
+
+
+def _trackers(names: Sequence[str]) -> Iterator[BurnishError]:
+    for name in _SERVICES.intersection(names):
+        do = f"{install(name)}, or take {name} out of tracking.trackers"
+        yield from _package(name, f"tracking.trackers {name}", f"{name}'s own client", do)
+
+
+def _package(name: str, setting: str, want: str, do: str) -> Iterator[BurnishError]:
+    if not _importable(name):
+        problem = f"{setting} needs a package that is not installed"
+        yield MissingError(problem, have=f"no package {name}", want=want, do=do)
+
+
+def _importable(package: str) -> bool:
+    try:
+        found = importlib.util.find_spec(package) or PathFinder.find_spec(package, [os.getcwd()])
+    except (ValueError, ImportError):
+        return False
+    return found is not None

@@ -1,0 +1,158 @@
+"""Own a run's directory and mirror, or refuse them, unchanged, if another run owns them.
+
+environment.json names the owner: `run` is the run's lifelong id, `start` the id of one start.
+"""
+
+from __future__ import annotations
+
+import errno
+import uuid
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from importlib import import_module
+from typing import Literal
+
+import torch
+
+from burnish.checkpoint.manager import Checkpoints, Destination
+from burnish.checkpoint.retention import Retention
+from burnish.config.document import dump_yaml
+from burnish.config.resume import RunIdentity
+from burnish.config.schema import RunConfig
+from burnish.distributed.collectives import agree, same_on_all_ranks
+from burnish.distributed.device import device_name, peak_memory, reset_peak_memory, synchronize
+from burnish.distributed.layout import Layout
+from burnish.errors import UsageError
+from burnish.tracking.progress import Progress
+from burnish.tracking.rundir import (
+    RUN,
+    TRAINER,
+    RunDirectory,
+    environment,
+    git_diff,
+    write_atomically,
+)
+from burnish.tracking.spans import Spans
+from burnish.runs.verify_inputs import Intact
+from burnish.runs.run_directory import require_own_directory
+from burnish.runs.signals import Stopper, catch_signals
+
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+
+Trainer = Literal["sft", "rl"]
+
+
+@dataclass(frozen=True, slots=True)
+class Session:
+    """A run's directory while the processes of the run own it."""
+
+    config: RunConfig
+    trainer: Trainer
+    layout: Layout
+    device: torch.device
+    directory: RunDirectory
+    checkpoints: Checkpoints
+    mirror: Destination | None
+    stopper: Stopper
+    spans: Spans
+    progress: Progress
+    intact: Intact
+    """Checks models in steps of other runs before they are loaded."""
+
+
+@contextmanager
+def open_run(
+    config: RunConfig, trainer: Trainer, layout: Layout, device: torch.device
+) -> Iterator[Session]:
+    """Own the run that `config` names inside the block; explain an out-of-memory error. Collective.
+
+    First refuses a directory that another process uses or another run owns, and ranks with different configurations.
+    """
+    directory, settings = RunDirectory(config.directory), config.checkpoint
+    spans = Spans(
+        settle=partial(synchronize, device),
+        reset_peak=partial(reset_peak_memory, device),
+        peak=partial(peak_memory, device),
+    )
+    progress = Progress(config.tracking.progress and layout.is_main, moved=spans.move)
+    checkpoints = Checkpoints(
+        directory.checkpoints,
+        layout,
+        retention=Retention.of(settings, config.mirror_url),
+        reserve_bytes=int(settings.reserve_gb * 1e9),
+        background_timeout=config.distributed.timeout_seconds if settings.background else None,
+    )
+    with catch_signals(layout) as stopper, ExitStack() as stack:
+        same_on_all_ranks(repr(config), "the configuration", layout)
+        stack.enter_context(checkpoints)
+        mirror: Destination | None = None
+        if config.mirror_url is not None:
+            destinations = import_module("burnish.checkpoint.destinations.run_mirror")
+            mirror = destinations.open_mirror(config.mirror_url, settings, directory.root, layout)
+        checkpoints.mirror_to(mirror)
+        session = Session(
+            config,
+            trainer,
+            layout,
+            device,
+            directory,
+            checkpoints,
+            mirror,
+            stopper,
+            spans,
+            progress,
+            Intact(layout, progress),
+        )
+        with agree(layout):
+            require_own_directory(directory, RunIdentity(trainer, config))
+            if layout.is_main:
+                try:
+                    _claim(session)
+                except OSError as error:
+                    if error.errno not in _FULL:
+                        raise
+                    raise UsageError(
+                        f"there is no room for the run's files in {directory.root}",
+                        have=error,
+                        do="free some space there, and start the same command again: it continues from the newest checkpoint",
+                    ) from error
+        logs = import_module("burnish.tracking.logs")
+        path = directory.logs / f"rank-{layout.rank}.log"
+        stack.enter_context(logs.rank_log(path, layout.rank, spans, config.tracking.log_format))
+        chosen = config.tracking.profile_steps
+        if chosen or device.type == "cuda":
+            profiling = import_module("burnish.tracking.profiles").profiling
+            with_torch = config.tracking.torch_profiler
+            path = directory.profiles
+            stack.enter_context(profiling(path, layout.rank, spans, chosen, with_torch=with_torch))
+        if config.tracking.allocations:
+            memory = import_module("burnish.runs.out_of_memory")
+            stack.enter_context(memory.recording_allocations(device))
+        try:
+            yield session
+        except RuntimeError as error:  # torch.OutOfMemoryError is one
+            explained = import_module("burnish.runs.out_of_memory").explained(error, session)
+            if explained is None:
+                raise
+            raise explained from error
+
+
+def _claim(session: Session) -> None:
+    """Name this run as owner of directory and mirror, before anything expensive. For rank 0.
+
+    Raises `IncompatibleError` for another run's mirror, and `UsageError` if it holds steps and `resume` is never.
+    """
+    directory, mirror = session.directory, session.mirror
+    identity = {RUN: directory.read_environment().get(RUN) or uuid.uuid4().hex}
+    if mirror is not None:
+        identity |= mirror.require_own(directory, RunIdentity(session.trainer, session.config))
+    found = environment(device_name(session.device), session.layout.world)
+    write_atomically(directory.config, dump_yaml(session.config))
+    directory.diff.unlink(missing_ok=True)
+    if diff := git_diff():
+        write_atomically(directory.diff, diff)
+    directory.write_environment({**identity, TRAINER: session.trainer, **found})
+    if mirror is not None:
+        mirror.claim(directory)

@@ -1,0 +1,549 @@
+"""The setup that SFT, RL and evaluation share."""
+
+from __future__ import annotations
+
+import logging
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from importlib import import_module
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
+
+from burnish.boxes.shards import ShardSource, renamed
+from burnish.checkpoint.save import ModelContents
+from burnish.config.schema import DataConfig, EngineConfig, ModelConfig, OptimConfig, RunConfig
+from burnish.data.loader import MEASURED, Loader, MeasuredLoader, MixedLoader
+from burnish.data.sources import Rows, load_rows
+from burnish.data.tasks import ExampleDataset, Mixture, PromptDataset
+from burnish.data.tokenizer import (
+    completion_decoder,
+    eos_token_ids,
+    load_tokenizer,
+    single_template,
+)
+from burnish.distributed.device import has_bf16_products
+from burnish.distributed.layout import Layout
+from burnish.engines import factory as making
+from burnish.engines.base import Engine, Part, compute_dtype
+from burnish.errors import IncompatibleError, UsageError, refusing
+from burnish.models.flops import ModelFlops, Passed
+from burnish.models.loading import (
+    GENERATION_CONFIG,
+    Composite,
+    SafetensorsSource,
+    aligned_generation_config,
+    composite_of,
+    generation_config,
+    read_model_config,
+    require_embeddings,
+    save_model_assets,
+    weights_source,
+)
+from burnish.models.meta_init import (
+    count_flops,
+    has_value_head,
+    kept_in_fp32,
+    length_limits,
+    rotary_limits,
+)
+from burnish.records.seeds import derive_seed
+from burnish.rewards.overview import RewardFailures
+from burnish.rewards.pool import RewardPool
+from burnish.rollout.base import Generator, Sampling
+from burnish.rollout.builtin.forward import InferenceModel
+from burnish.rollout.builtin.generator import BuiltinGenerator
+from burnish.tracking.progress import Progress
+from burnish.methods.parts.rollouts import Collector, Judge
+
+_MEGABYTE = 1_000_000
+_log = logging.getLogger(__name__)
+# Module and class of each inference engine's generator.
+_ENGINES = {
+    "vllm": ("burnish.rollout.vllm.vllm_generator", "VllmGenerator"),
+    "sglang": ("burnish.rollout.sglang.sglang_generator", "SglangGenerator"),
+}
+
+Dataset = TypeVar("Dataset", PromptDataset, ExampleDataset)
+
+
+@dataclass(frozen=True, slots=True)
+class TextFoundation:
+    """The setup to evaluate an endpoint: a tokenizer, no model."""
+
+    config: RunConfig
+    tokenizer: PreTrainedTokenizerBase
+    """The tokenizer, with repaired pad and eos."""
+    layout: Layout
+    """The processes. An engine's own layout says how they divide its model."""
+    device: torch.device
+
+
+@dataclass(frozen=True, slots=True)
+class Foundation(TextFoundation):
+    """The model that a run starts from, before any weight is read."""
+
+    hf_config: PretrainedConfig
+    source: ShardSource
+    """Initial values of the trained weights: the model's, or its adapter's."""
+    base: ShardSource  # the model's weights, which stay frozen where an adapter is trained
+    adapter: Mapping[str, Any] | None
+    """The record of the adapter for state.json; None where the model itself is trained."""
+    eos_token_ids: tuple[int, ...]
+    """All ids that end a completion."""
+    flops: ModelFlops
+    """FLOPs of a forward pass over the model's sequences."""
+    composite: Composite | None = None
+    """The checkpoint around the model, with the names of what is trained; None where it holds the model alone."""
+    card: str = ""
+    """The README.md of the trained model; "" for none."""
+    assets: Mapping[str, bytes] = field(default_factory=dict)
+    """The files beside the weights, by name; only on rank 0 of a run that trains."""
+
+    @property
+    def costs(self) -> ModelFlops:
+        """FLOPs of sequences in an update."""
+        return self.flops.of_training(frozen=self.adapter is not None)
+
+    @property
+    def names(self) -> Mapping[str, str]:
+        """Names in checkpoints of the trained tensors that are called otherwise there."""
+        return {} if self.composite is None else self.composite.names
+
+    def places(self, *, fresh: bool) -> list[str | None]:
+        """Return where the weights lie that a run only reads, and if `fresh` those that it trains."""
+        model = self.config.model
+        started = [model.path, model.lora.path] if fresh else []
+        frozen = [] if self.adapter is None else [model.path]
+        return [*(judge.path for judge in self.config.reward.models), *frozen, *started]
+
+    def write_assets(self, directory: Path) -> None:
+        """Write the files that make trained weights a Hugging Face model or PEFT adapter."""
+        if self.adapter is None:
+            is_fp32 = self.config.checkpoint.model_dtype == "fp32"
+            dtype = torch.float32 if is_fp32 else torch.bfloat16
+            save_model_assets(self.hf_config, self.tokenizer, directory, dtype, self.eos_token_ids)
+            if self.composite is not None:
+                composite = import_module("burnish.models.composite")
+                composite.write_composite_assets(self.composite, directory, dtype)
+        else:
+            adapter_config = import_module("burnish.models.lora.adapter_config")
+            adapter_config.save_adapter_config(self.adapter, directory, self.names.values())
+            self.tokenizer.save_pretrained(directory)
+            # The base's own knows nothing of the tokens that training has taught the adapter to end with.
+            generation = aligned_generation_config(
+                self.hf_config, self.tokenizer, self.eos_token_ids
+            )
+            generation.to_json_file(directory / GENERATION_CONFIG)
+        if self.card:
+            (directory / "README.md").write_text(self.card, encoding="utf-8")
+
+
+@dataclass(frozen=True, slots=True)
+class Learner:
+    """A model that is trained."""
+
+    engine: Engine
+    foundation: Foundation
+
+    def take_flops(self) -> float:
+        """Return the FLOPs of this rank's passes since the last call."""
+        passed, self.engine.passed = self.engine.passed, Passed()
+        frozen = self.foundation.adapter is not None
+        return self.foundation.flops.training(passed, frozen=frozen) / self.engine.layout.sharing
+
+    def contents(self) -> ModelContents:
+        """Return its checkpoint's contents."""
+        weights, names = list(self.engine.shards(Part.WEIGHTS)), self.foundation.names
+        whole = kept_in_fp32(self.foundation.hf_config, (each.spec.name for each in weights))
+        return ModelContents(
+            weights=[renamed(shard, names) for shard in weights],
+            training=[renamed(shard, names) for shard in self.engine.shards(Part.TRAINING)],
+            assets=self.foundation.assets,
+            whole=frozenset(names.get(name, name) for name in whole),
+        )
+
+
+def lay_foundation(
+    config: RunConfig,
+    layout: Layout | None = None,
+    device: torch.device | None = None,
+    *,
+    given: ModelConfig | None = None,
+    card: str = "",
+) -> Foundation:
+    """Read configuration, tokenizer and weight headers. Raises if they do not fit each other.
+
+    `given` is `config.model` before copies replaced URLs and ids.
+    """
+    hf_config = read_model_config(config.model)
+    if has_value_head(hf_config):
+        raise IncompatibleError(
+            f"{config.model.path} has a value head and no vocabulary",
+            have=", ".join(hf_config.architectures or ()),
+            want="a causal language model",
+            do="set model.path to a language model; a critic's directory belongs in critic.path",
+        )
+    tokenizer = model_tokenizer(config.model, config.data.chat_template_name)
+    require_embeddings(hf_config, tokenizer)
+    _require_stop_tokens(config.rollout.stop_token_ids, hf_config)
+    making.require_fitting(hf_config, config.engine)
+    layout, device = layout or Layout(), device or torch.device("cpu")
+    tuned, generates = config.model.adapter, config.reward.given
+    rollout = config.rollout
+    sampling = Sampling(
+        rollout.max_response_length,
+        temperature=rollout.temperature,
+        top_k=rollout.top_k,
+        top_p=rollout.top_p,
+        min_p=rollout.min_p,
+    )
+    how = {"lora": tuned, "generates": generates, "sampling": sampling, "engine": config.engine}
+    prove(hf_config, layout, device, **how)
+    if config.algorithm.router_replay != "none":
+        routing = import_module("burnish.models.routing")
+        routing.require_routers(hf_config, "algorithm.router_replay")
+    base = weights_source(config.model, hf_config, config.seed)
+    composite = composite_of(config.model.path, hf_config)
+    if composite is not None:
+        proof = import_module("burnish.check.composite_proof")
+        proof.prove_composite(composite, hf_config, layout)
+    origin = given.path if given and given.path != config.model.path else None
+    source: ShardSource = base
+    adapter: dict[str, Any] | None = None
+    if config.model.adapter:
+        lora = import_module("burnish.models.lora.adapter")
+        composite = lora.within(composite, config.model, hf_config)
+        if layout.is_main:
+            lora.warn_of_unadapted(config.model.adapter, hf_config)
+        adapter = lora.adapter_record(config.model, hf_config, origin)
+        source = lora.first_adapter(config.model, hf_config, adapter, config.seed, composite)
+    if adapter is not None and config.model.adapter_beside and config.rollout.engine == "vllm":
+        vllm = import_module(_ENGINES["vllm"][0])
+        dtype = compute_dtype(config.engine)
+        vllm.require_adaptable(adapter["targets"], hf_config, device, dtype)
+    foundation = Foundation(
+        config,
+        tokenizer,
+        layout,
+        device,
+        hf_config,
+        source,
+        base,
+        adapter,
+        eos_token_ids(
+            single_template(tokenizer, config.data.chat_template_name),
+            hf_config,
+            generation_config(hf_config),
+        ),
+        count_flops(hf_config),
+        composite,
+        card,
+    )
+    return foundation if given is None else with_assets(foundation)
+
+
+def model_tokenizer(
+    model: ModelConfig, template_name: str | None = None
+) -> PreTrainedTokenizerBase:
+    """Load the tokenizer of a model; `template_name` is `data.chat_template_name`."""
+    place = model.tokenizer or model.path or ""
+    return load_tokenizer(place, model.chat_template, model.trust_remote_code, template_name)
+
+
+def with_assets(foundation: Foundation) -> Foundation:
+    """Add the files beside trained weights. Raises `UsageError` where a library refuses to write them."""
+    with (
+        refusing(
+            "the files beside the model's weights cannot be written as they were read",
+            do="correct config.json, generation_config.json or the tokenizer's files",
+        ),
+        tempfile.TemporaryDirectory() as name,
+    ):
+        directory = Path(name)
+        foundation.write_assets(directory)
+        paths = [path for path in sorted(directory.rglob("*")) if path.is_file()]
+        files = {path.relative_to(directory).as_posix(): path.read_bytes() for path in paths}
+    return replace(foundation, assets=files if foundation.layout.is_main else {})
+
+
+def prove(hf_config: PretrainedConfig, layout: Layout, device: torch.device, **how: Any) -> None:
+    """Call `burnish.check.proof.prove`, which raises `IncompatibleError`."""
+    import_module("burnish.check.proof").prove(hf_config, device, layout=layout, **how)
+
+
+def _require_stop_tokens(token_ids: Sequence[int], hf_config: PretrainedConfig) -> None:
+    vocabulary = hf_config.get_text_config().vocab_size
+    missing = [each for each in token_ids if each >= vocabulary]
+    if missing:
+        raise UsageError(
+            "rollout.stop_token_ids names tokens that the model does not have",
+            have=", ".join(map(str, missing)),
+            want=f"ids below {vocabulary}",
+            do="take them from the model's own tokenizer",
+        )
+
+
+def prompt_dataset(
+    foundation: TextFoundation,
+    paths: Sequence[str],
+    setting: str,
+    first: int | None = None,
+    pool: RewardPool | None = None,
+    progress: Progress | None = None,
+) -> PromptDataset:
+    """Read the prompts in `paths`, or their `first` rows, that leave room for a completion. Collective.
+
+    Errors name `setting`. Raises `MissingError` if a reward needs a missing column.
+    """
+    config = foundation.config
+    rows = _rows(foundation, paths, setting, progress).first(first)
+    if pool is not None:
+        pool.check_columns(rows.columns, setting)
+    limits = _prompt_limits(foundation) if isinstance(foundation, Foundation) else {}
+    layout = foundation.layout
+    return PromptDataset(
+        rows,
+        foundation.tokenizer,
+        config.data,
+        limits=limits,
+        scored=() if pool is None else pool.columns,
+        progress=progress,
+        layout=layout,
+    )
+
+
+def _prompt_limits(foundation: Foundation) -> dict[str, int]:
+    """Return the most tokens of a prompt, by the limit's name. Raises `UsageError` if a completion leaves no room."""
+    response = foundation.config.rollout.max_response_length
+    budgets = {"batch.tokens_per_device": foundation.config.microbatch_tokens}
+    budgets |= length_limits(foundation.hf_config)
+    for name, most in budgets.items():
+        if response >= most:
+            raise UsageError(
+                "rollout.max_response_length leaves no room for a prompt",
+                have=f"{response} of {name}: {most}",
+                want=f"less than {most}",
+                do=f"lower rollout.max_response_length{f', or raise {name}' if name.startswith('batch') else ''}",
+            )
+    return {f"{name} - rollout.max_response_length": n - response for name, n in budgets.items()}
+
+
+def _rows(
+    foundation: TextFoundation, paths: Sequence[str], setting: str, progress: Progress | None
+) -> Rows:
+    """Read rows, or list the files of streamed ones. Collective."""
+    data, seed = foundation.config.data, foundation.config.seed
+    if setting == "data.train" and data.streaming:
+        open_rows = import_module("burnish.data.streaming").open_rows
+        how = {"seed": seed, "shuffle": data.shuffle, "layout": foundation.layout}
+        return open_rows(paths, setting, data.streaming * _MEGABYTE, **how)
+    return load_rows(paths, setting, progress)
+
+
+def train_dataset(
+    read: Callable[[Sequence[str], str], Dataset], data: DataConfig
+) -> Dataset | Mixture[Any]:
+    """Read `data.train` as one data set or, with weights, as one for each entry. Collective."""
+    if not data.weights and not data.streaming:
+        return read(data.train, "data.train")
+    entries = [[entry] for entry in data.train] if data.weights else [data.train]
+    parts = [read(entry, "data.train") for entry in entries]
+    if data.streaming:
+        return import_module("burnish.data.streaming").Stream(parts)
+    return Mixture(parts)
+
+
+def make_loader(
+    dataset: PromptDataset | ExampleDataset | Mixture[Any],
+    data: DataConfig,
+    seed: int,
+    *,
+    by_epoch: bool,
+) -> Loader:
+    """Return the loader of `data.train`."""
+    shuffle = data.shuffle
+    if data.streaming:
+        return import_module("burnish.data.streaming").StreamLoader(dataset, data.weights)
+    if data.curriculum == MEASURED:
+        return MeasuredLoader(len(dataset), seed, shuffle)
+    if not isinstance(dataset, Mixture):
+        hard = dataset.difficulty()
+        return Loader(len(dataset), seed, shuffle, by_epoch=by_epoch, difficulty=hard)
+    loaders = []
+    for number, part in enumerate(dataset.parts):
+        own = derive_seed(seed, "mixture", number)
+        loaders.append(Loader(len(part), own, shuffle, difficulty=part.difficulty()))
+    return MixedLoader(loaders, data.weights)
+
+
+def example_dataset(
+    foundation: Foundation,
+    paths: Sequence[str],
+    setting: str,
+    first: int | None = None,
+    progress: Progress | None = None,
+) -> ExampleDataset:
+    """Read the SFT examples in `paths`, or their `first` rows. Collective."""
+    data, budget = foundation.config.data, foundation.config.microbatch_tokens
+    rows = _rows(foundation, paths, setting, progress).first(first)
+    limits = {"data.max_length": min(data.max_length or budget, budget)}
+    limits |= rotary_limits(foundation.hf_config)
+    name = min(limits, key=limits.__getitem__)
+    tokenizer, layout = foundation.tokenizer, foundation.layout
+    ends = foundation.eos_token_ids
+    return ExampleDataset(
+        rows, tokenizer, data, limits[name], progress, layout, ends, strict=True, limit_name=name
+    )
+
+
+def make_engine(
+    foundation: Foundation, optim: OptimConfig | None, beside: Engine | None = None
+) -> Engine:
+    """Make the configured engine without weights. Collective."""
+    in_bf16 = foundation.config.engine.precision == "bf16"
+    if beside is None and in_bf16 and not has_bf16_products(foundation.device):
+        _log.warning(
+            "this processor has no matrix products in bf16, and can take a hundred times as long for them as in fp32: "
+            "set engine.precision=fp32"
+        )
+    settings = foundation.config.engine
+    lora = foundation.config.model.adapter if foundation.adapter else None
+    engine = making.make_engine(
+        foundation.hf_config,
+        settings,
+        optim,
+        layout=foundation.layout,
+        device=foundation.device,
+        lora=lora,
+        beside=beside,
+    )
+    if foundation.layout.world > 1 or settings.kind == "megatron":
+        proof = import_module("burnish.check.proof")
+        proof.prove_layout(engine, foundation.hf_config, settings, lora, foundation.device)
+    return engine
+
+
+def prove_start(engine: Engine, foundation: Foundation) -> None:
+    """Call `prove_loaded` for the weights that a run starts from. Collective.
+
+    An adapter that training continues is left out, because transformers alone does not add it.
+    """
+    config, flops = foundation.config, foundation.flops
+    if foundation.adapter is None:
+        prove_loaded(engine, foundation.source, foundation.hf_config, flops, config.engine)
+    elif config.model.lora.path is None:
+        given = (foundation.hf_config, flops, config.engine, Part.FROZEN)
+        prove_loaded(engine, foundation.base, *given)
+
+
+def prove_loaded(
+    engine: Engine,
+    source: ShardSource,
+    hf_config: PretrainedConfig,
+    flops: ModelFlops,
+    settings: EngineConfig,
+    part: Part = Part.WEIGHTS,
+) -> None:
+    """Call `burnish.check.loaded.prove_loaded` if `source` is a model directory. Collective."""
+    if not isinstance(source, SafetensorsSource):
+        return
+    if settings.kind != "torch" or settings.compile:
+        if engine.layout.is_main:
+            why = "engine.compile" if settings.kind == "torch" else f"engine.kind={settings.kind}"
+            _log.info("not checked after loading, because of %s", why)
+        return
+    proof = import_module("burnish.check.loaded")
+    dtype = compute_dtype(settings)
+    proof.prove_loaded(engine, hf_config, source.directory, flops, dtype, part)
+
+
+def load_frozen(foundation: Foundation, beside: Engine | None = None) -> Engine:
+    """Return an engine for inference, with weights. Collective."""
+    engine = make_engine(foundation, None, beside)
+    engine.load(foundation.base, Part.FROZEN)
+    engine.load(foundation.source, Part.WEIGHTS)
+    return engine
+
+
+def make_generator(foundation: TextFoundation) -> Generator:
+    """Make the generator of `rollout.engine` and `rollout.place`, without weights. Collective."""
+    if not isinstance(foundation, Foundation):
+        return import_module("burnish.rollout.openai").EndpointGenerator(
+            foundation.config.rollout,
+            encode=partial(foundation.tokenizer.encode, add_special_tokens=False),
+            template_variables=foundation.config.data.chat_template_kwargs,
+        )
+    if foundation.config.rollout.place == "inside":
+        return local_generator(foundation)
+    return import_module("burnish.methods.parts.serve").served_generator(foundation)
+
+
+def local_generator(foundation: Foundation) -> Generator:
+    """Make the generator in this process, without weights."""
+    if foundation.config.rollout.engine == "builtin":
+        return builtin_generator(foundation)
+    config = foundation.config
+    rollout, is_limited = config.rollout, config.data.max_prompt_length is not None
+    longest = config.longest_completed if is_limited else config.microbatch_tokens
+    module, kind = _ENGINES[rollout.engine]
+    more: dict[str, Any] = {}
+    if config.algorithm.router_replay == "rollout":
+        more["experts"] = True
+    if config.model.adapter_beside is not None:
+        more["lora"] = config.model.adapter_beside
+    return getattr(import_module(module), kind)(
+        foundation.hf_config,
+        device=foundation.device,
+        dtype=compute_dtype(config.engine),
+        slots=rollout.slots,
+        eos_token_ids=foundation.eos_token_ids,
+        decode=foundation.tokenizer.decode,
+        max_length=longest,
+        tensor_parallel=rollout.tensor_parallel,
+        **more,
+    )
+
+
+def builtin_generator(foundation: Foundation) -> BuiltinGenerator:
+    """Make the built-in generator, without weights."""
+    config = foundation.config
+    model = InferenceModel(
+        foundation.hf_config,
+        device=foundation.device,
+        dtype=compute_dtype(config.engine),
+        lora=config.model.adapter_beside,
+    )
+    return BuiltinGenerator(
+        model,
+        layout=foundation.layout,
+        slots=config.rollout.slots,
+        eos_token_ids=foundation.eos_token_ids,
+        decode=foundation.tokenizer.decode,
+    )
+
+
+def make_collector(
+    foundation: TextFoundation,
+    pool: RewardPool,
+    check: Callable[[], None],
+    progress: Progress,
+    judge: Judge | None,
+) -> Collector:
+    """Make a collector; its generator has no weights."""
+    generator, tokenizer = make_generator(foundation), foundation.tokenizer
+    ends = foundation.eos_token_ids if isinstance(foundation, Foundation) else ()
+    decode = completion_decoder(tokenizer, foundation.config.rollout.stop, ends)
+
+    failures = RewardFailures(foundation.config.reward)
+    layout = foundation.layout
+    stragglers = None
+    if layout.world > 1 and not generator.central:
+        stragglers = import_module("burnish.runs.stragglers").Stragglers(warns=layout.is_main)
+    common = (layout, check, progress, failures, judge, stragglers)
+    beside = foundation.config.rollout.place == "child"
+    return Collector(generator, decode, pool.score, *common, beside=beside)

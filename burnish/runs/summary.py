@@ -1,0 +1,267 @@
+"""Summarize what a run will do: briefly at its start, fully for `--dry-run`. Loads no torch."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from importlib import import_module
+from pathlib import Path
+
+from burnish.config.constraints import Command
+from burnish.config.schema import (
+    AlgorithmConfig,
+    BatchConfig,
+    CheckpointConfig,
+    CriticConfig,
+    EngineConfig,
+    ModelConfig,
+    OptimConfig,
+    RewardConfig,
+    RolloutConfig,
+    RunConfig,
+    SamplingConfig,
+)
+from burnish.data.splits import entry_files
+from burnish.errors import BurnishError, UsageError, bytes_text, count_text, table
+from burnish.families import ModelShape
+from burnish.files.hub import is_elsewhere
+from burnish.files.safetensors import read_header, weight_files
+from burnish.runs.run_directory import committed_steps
+from burnish.runs.preflight import data_sizes, is_asked_here, model_fields
+
+_BRIEF = ("model", "engine", "layout", "train on", "validate on", "length", "writes")
+# Most seconds for counting the rows of a data set.
+_COUNTING_SECONDS = 0.3
+_CHUNK = 1 << 20
+_Row = tuple[str, str]
+
+
+def summary(
+    config: RunConfig,
+    command: Command,
+    world: int,
+    run_dir: Path | None = None,
+    memory: str | None = None,
+    *,
+    brief: bool = False,
+) -> str:
+    """Return aligned lines that say what a run does; unless `brief`, also sizes, formula, saving and `memory`."""
+    engine, data, evaluation = config.engine, config.data, config.evaluation
+    processes = count_text(world, "process")
+    rows = [
+        ("model", f"{_model(config.model, run_dir)}{_parameters(config.model)}"),
+        ("engine", f"{engine.kind}, precision {engine.precision}, {processes}"),
+    ]
+    if command == "eval" and config.rollout.engine == "openai":
+        rows = [("model", f"{config.rollout.model} at {config.rollout.url}")]
+    count, about = 0, ""
+    if command == "eval":
+        rows.append(("validate on", _data(data.validation, "data.validation")[0]))
+        measures = "loss per token of held-out examples (there are no reward.functions)"
+        sampled = f"{evaluation.n} per prompt, {_sampling(evaluation)}"
+        rows.append(("completions", sampled) if config.reward.given else ("measures", measures))
+    else:
+        rows += [("layout", _layout(engine, world))] if world > 1 else []
+        text, count, about = _data(data.train, "data.train")
+        rows.append(("train on", text))
+        if evaluation.every:
+            rows.append(("validate on", _data(data.validation, "data.validation")[0]))
+    if command == "sft":
+        rows.append(("step", count_text(config.batch.examples, "example")))
+    if command == "rl":
+        rows += _sampling_rows(config.batch, config.rollout, data.max_prompt_length)
+        rows += _formula_rows(config.algorithm, config.critic, config.reward)
+    budget = config.batch.tokens_per_device
+    rows.append(("micro-batch", f"at most {budget} tokens on each device"))
+    if command != "eval":
+        rows.append(("learning rate", _learning_rate(config.optim)))
+        length = count_text(config.steps or config.epochs, "step" if config.steps else "epoch")
+        if count and not config.steps:
+            taken = config.batch.examples if command == "sft" else config.batch.prompts
+            across = command == "rl" and config.algorithm.dynamic_sampling.enabled
+            once, times = (config.epochs, 1) if across else (1, config.epochs)
+            steps = times * math.ceil(once * count / taken)
+            length += f", {about}{count_text(steps, 'step')}"
+        rows.append(("length", length))
+        saved = [] if config.resume == "fresh" else committed_steps(config.directory)
+        rows += _output_rows(config.checkpoint, config.directory, config.mirror_url, saved)
+    rows += [("memory", memory)] if memory else []
+    if brief:
+        rows = [row for row in rows if row[0] in _BRIEF]
+    return "\n".join(f"  {line}" for line in table(rows))
+
+
+def _layout(engine: EngineConfig, world: int) -> str:
+    sizes = {"sequence": engine.sequence_parallel, "tensor": engine.tensor_parallel}
+    if engine.kind == "megatron":
+        data = world // engine.sharing
+        sizes = {"pipeline": engine.pipeline_parallel, "data": data, **sizes}
+    else:
+        shard = world // (engine.replicas * math.prod(sizes.values()))
+        sizes = {"replicas": engine.replicas, "shard": shard, **sizes}
+    return " × ".join(f"{size} {name}" for name, size in sizes.items())
+
+
+def _sampling_rows(
+    batch: BatchConfig, rollout: RolloutConfig, longest_prompt: int | None
+) -> Iterator[_Row]:
+    completions = f"{count_text(batch.prompts, 'prompt')} × {count_text(rollout.n, 'completion')}"
+    updates = count_text(batch.minibatches * batch.epochs, "optimizer step")
+    yield "step", f"{completions} = {batch.prompts * rollout.n} sequences, {updates}"
+    prompt = f"prompt at most {longest_prompt} tokens, " if longest_prompt else ""
+    yield "lengths", f"{prompt}completion at most {rollout.max_response_length} tokens"
+    yield "completions", _sampling(rollout)
+
+
+def _formula_rows(
+    algorithm: AlgorithmConfig, critic: CriticConfig, reward: RewardConfig
+) -> Iterator[_Row]:
+    kl = f", KL {algorithm.kl.coef} in the {algorithm.kl.place}" if algorithm.kl.coef else ""
+    formula = (algorithm.advantage, algorithm.policy_loss, algorithm.aggregation)
+    yield "formula", f"{', '.join(formula)}{kl}"
+    if algorithm.advantage == "gae":
+        origin = critic.path or "the policy's model with a fresh head"
+        warmup = count_text(critic.warmup_steps, "step")
+        alone = f", alone for {warmup}" if critic.warmup_steps else ""
+        rates = f"learning rate {critic.lr:g}{alone}, γ {critic.gamma:g}, λ {critic.lam:g}"
+        yield "critic", f"{origin}, {rates}"
+    parts = [(each.weight, each.function) for each in reward.functions]
+    parts += [(each.weight, each.path) for each in reward.models]
+    yield "reward", " + ".join(f"{weight:g} × {name}" for weight, name in parts)
+
+
+def _learning_rate(optim: OptimConfig) -> str:
+    warmup = f", {count_text(optim.warmup_steps, 'step')} of warm-up" if optim.warmup_steps else ""
+    return f"{optim.lr:g}, {optim.schedule}{warmup}"
+
+
+def _output_rows(
+    checkpoint: CheckpointConfig, directory: Path, mirror: str | None, saved: Sequence[Path]
+) -> Iterator[_Row]:
+    interval, best = checkpoint.save_every, checkpoint.keep_best
+    often = "about every 30 minutes" if interval == "auto" else f"every {interval} steps"
+    parts = [f"{often} and at the end" if interval else "at the end"]
+    parts.append(f"the last {checkpoint.keep_last}")
+    parts += [f"every {checkpoint.keep_every} steps"] if checkpoint.keep_every else []
+    parts += [f"the best {best.count} by {best.metric}"] if best.metric else []
+    background = ", in the background" if checkpoint.background else ""
+    yield "checkpoints", f"{', '.join(parts)} kept{background}"
+    yield (
+        "writes",
+        f"metrics, report.html and checkpoints in {directory}{f', which continues from {saved[-1].name}' if saved else ''}",
+    )
+    if mirror:
+        count = checkpoint.mirror_keep_last
+        yield "mirror", f"{mirror}, {f'the last {count}' if count else 'all'} steps kept"
+
+
+def _model(model: ModelConfig, run_dir: Path | None) -> str:
+    if run_dir is not None:
+        return f"newest checkpoint of {run_dir}"
+    if model.path is None:
+        made_from = model.fresh if isinstance(model.fresh, str) else "model.fresh"
+        return f"new, random weights, from {made_from}"
+    if model.adapter is None:
+        return model.path
+    if model.adapter.path is not None:
+        return f"{model.path}, from the adapter {model.adapter.path}"
+    layers = ", ".join(model.adapter.targets) or "all linear layers"
+    return f"{model.path}, an adapter of rank {model.adapter.rank} on {layers}"
+
+
+def _sampling(sampling: SamplingConfig) -> str:
+    parts = [f"temperature {sampling.temperature:g}"]
+    parts += [f"top-k {sampling.top_k}"] if sampling.top_k else []
+    parts += [f"top-p {sampling.top_p:g}"] if sampling.top_p < 1 else []
+    parts += [f"min-p {sampling.min_p:g}"] if sampling.min_p else []
+    return ", ".join(parts)
+
+
+def _parameters(model: ModelConfig) -> str:
+    count = 0
+    try:
+        if model.path is None or is_asked_here(model.path, "model"):
+            count = ModelShape.of(model_fields(model)).elements
+    except UsageError:
+        if model.path and not is_elsewhere(model.path):
+            count = _elements(Path(model.path).expanduser())
+    except BurnishError:  # the run itself reports what is missing
+        count = 0
+    return f", {count:,} parameters" if count else ""
+
+
+def _elements(directory: Path) -> int:
+    try:
+        headers = [read_header(path) for path in weight_files(directory)]
+    except (OSError, BurnishError):
+        return 0
+    return sum(math.prod(entry.shape) for each in headers for entry in each.entries.values())
+
+
+def _data(paths: Sequence[str], setting: str) -> tuple[str, int, str]:
+    """Return a line about the files of `setting`, and their `_count`."""
+    named = ", ".join(paths)
+    if not all(is_asked_here(path, "dataset") for path in paths):
+        return named, 0, ""
+    sizes = [size for path in paths for size in data_sizes(path, setting)]
+    parts = [count_text(len(sizes), "file"), bytes_text(sum(sizes))]
+    rows, about = _count(paths, setting)
+    if rows:
+        parts.append(f"{about}{count_text(rows, 'row')}")
+    return f"{named} ({', '.join(parts)})", rows, about
+
+
+def _count(paths: Sequence[str], setting: str) -> tuple[int, str]:
+    """Count rows for a moment: 0 if that fails; with "about ", the count is extrapolated."""
+    deadline = time.monotonic() + _COUNTING_SECONDS
+    rows = read = 0
+    try:
+        if any(is_elsewhere(path, "dataset") for path in paths):
+            return 0, ""
+        files = [file for path in paths for file in entry_files(path, setting).files]
+        if not all(file.is_file() and file.suffix in _COUNTERS for file in files):
+            return 0, ""
+        total = sum(file.stat().st_size for file in files)
+        for file in files:
+            for found, size in _COUNTERS[file.suffix](file):
+                rows, read = rows + found, read + size
+                if time.monotonic() > deadline and 0 < read < total:
+                    return round(rows * total / read), "about "
+    except (OSError, ValueError):  # the run reports what is wrong when it reads the data
+        return 0, ""
+    return rows, ""
+
+
+def _lines(path: Path) -> Iterator[tuple[int, int]]:
+    """Yield rows and bytes of parts of a JSON Lines file. Raises `ValueError` for an array."""
+    piece = b""
+    with path.open("rb") as file:
+        while more := file.read(_CHUNK):
+            if not piece and more.lstrip().startswith(b"["):
+                raise ValueError("an array")
+            piece = more
+            yield piece.count(b"\n"), len(piece)
+    if piece and not piece.endswith(b"\n"):
+        yield 1, 0
+
+
+def _parquet(path: Path) -> Iterator[tuple[int, int]]:
+    parquet = import_module("pyarrow.parquet")
+    yield parquet.read_metadata(path).num_rows, path.stat().st_size
+
+
+def _arrow(path: Path) -> Iterator[tuple[int, int]]:
+    arrow = import_module("pyarrow")
+    with arrow.memory_map(str(path)) as source, arrow.ipc.open_stream(source) as batches:
+        for batch in batches:
+            yield batch.num_rows, batch.nbytes
+
+
+_COUNTERS: Mapping[str, Callable[[Path], Iterator[tuple[int, int]]]] = {
+    ".jsonl": _lines,
+    ".json": _lines,
+    ".parquet": _parquet,
+    ".arrow": _arrow,
+}
+"""How to count the rows of a file, by suffix."""

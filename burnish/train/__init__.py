@@ -1,1 +1,0 @@
-"""SFT, RL and evaluation."""
