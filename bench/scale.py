@@ -52,7 +52,7 @@ from burnish.boxes.pieces import PieceTable, alike_tensors
 from burnish.boxes.plan import WAVE_BYTES
 from burnish.boxes.shards import Shard, TensorSpec
 from burnish.boxes.table import BoxTable, Ints
-from burnish.checkpoint.write_plan import MAIN, Disks, Outline, WriteShare
+from burnish.checkpoint.write_plan import MAIN, DiskAssignment, Outline, WriteShare
 from burnish.config.schema import RunConfig
 from burnish.data import batching
 from burnish.data.balance import by_share, inverse, share_evenly
@@ -65,7 +65,7 @@ from burnish.distributed.device import (
     reset_peak_memory,
     used_memory,
 )
-from burnish.distributed.environment import Place
+from burnish.distributed.environment import RankPlace
 from burnish.distributed.layout import Layout
 from burnish.distributed.processes import group_sizes
 from burnish.distributed.stall import StallLimits
@@ -148,7 +148,7 @@ def meet(pipe: Connection, first: int, count: int, ranks: int, port: int) -> Non
     pipe.send("ready")
     pipe.recv()
     places = [
-        Place(Layout(rank, ranks, rank % 8, 8), "127.0.0.1", port, agent_store=True)
+        RankPlace(Layout(rank, ranks, rank % 8, 8), "127.0.0.1", port, agent_store=True)
         for rank in range(first, first + count)
     ]
     with ThreadPoolExecutor(16) as pool:  # each connection looks its own name up, which takes time
@@ -165,7 +165,7 @@ def meet(pipe: Connection, first: int, count: int, ranks: int, port: int) -> Non
     pipe.recv()
 
 
-def join(places: list[Place], stores: list[Store]) -> None:
+def join(places: list[RankPlace], stores: list[Store]) -> None:
     """Use the store as torch and gloo do for the world's group and each group of the grid: write and read addresses, and wait."""
     world, below = places[0].layout.world, 1
     for size in (1, *group_sizes(world)):
@@ -264,7 +264,7 @@ def save(ranks: int) -> list[Result]:
 
 def plan(pipe: Connection, ranks: int) -> None:
     """Plan rank 0's section as `WritePlan.together` does, from pieces that are made here instead of gathered."""
-    roles, disks, size = [MAIN], Disks.one(ranks), prod(group_sizes(ranks)[:3])
+    roles, disks, size = [MAIN], DiskAssignment.one(ranks), prod(group_sizes(ranks)[:3])
     tensors = stored_tensors()
     reset_peak_memory(CPU)
     before, begun = used_memory(CPU), process_time()
@@ -551,7 +551,7 @@ def pass_on(pipe: Connection, rank: int, count: int, port: int) -> None:
     pipe.send("ready")
     pipe.recv()
     with processes.process_group(
-        CPU, 60, Place(Layout(rank, 2, rank, 2), "127.0.0.1", port, True)
+        CPU, 60, RankPlace(Layout(rank, 2, rank, 2), "127.0.0.1", port, True)
     ) as layout:
         parcels = [([1 - rank], b"x")]
         flag = half_of(lambda: any_rank(False, layout))

@@ -17,7 +17,7 @@ from burnish.boxes.shards import Shard, TensorSpec
 from burnish.checkpoint.manager import Checkpoints
 from burnish.checkpoint.retention import Retention
 from burnish.checkpoint.save import Contents, ModelContents
-from burnish.checkpoint.steps import Committed, open_step, step_paths
+from burnish.checkpoint.steps import CommittedStep, open_step, step_paths
 from burnish.checkpoint.write_plan import MAIN
 from burnish.distributed.layout import Layout
 from burnish.errors import CorruptError, IncompatibleError
@@ -102,7 +102,7 @@ def save_once(root, step=1, seed=0, storage=LOCAL, **changes):
         return checkpoints.save(step, contents_of(*make_state(seed), **changes))
 
 
-def committed(root, storage=LOCAL) -> list[Committed]:
+def committed(root, storage=LOCAL) -> list[CommittedStep]:
     """The steps that open, oldest first."""
     found = []
     for path in step_paths(root, storage).values():

@@ -52,7 +52,7 @@ SEALED = ("all sealed, before its portion goes", "sealed, before the words go")
 
 
 @dataclass(frozen=True)
-class Disks:
+class DiskAssignment:
     """Where the machines' disks lie, which of them each rank has, and where they meet."""
 
     directory: Path
@@ -89,7 +89,7 @@ def look(seconds: float) -> bool:
     return False
 
 
-def save(layout, disks: Disks, step=1, shapes=None):
+def save(layout, disks: DiskAssignment, step=1, shapes=None):
     """Save a step with the state of its number, and be the process that brings this disk's portion of it to the mirror."""
     with disks.open(layout) as checkpoints:
         checkpoints.save(step, contents_of(*make_state(step, shapes), layout))
@@ -101,13 +101,13 @@ def save(layout, disks: Disks, step=1, shapes=None):
             pass
 
 
-def save_portions(layout, disks: Disks, step=1, shapes=None):
+def save_portions(layout, disks: DiskAssignment, step=1, shapes=None):
     """Save a step that the mirror is not told of."""
     with disks.open(layout) as checkpoints:
         checkpoints.save(step, contents_of(*make_state(step, shapes), layout))
 
 
-def go_on(layout, disks: Disks, shapes=None):
+def go_on(layout, disks: DiskAssignment, shapes=None):
     """What a start does: resume, then save the next step; the one that was resumed."""
 
     def compare(step, source):
@@ -123,7 +123,7 @@ def go_on(layout, disks: Disks, shapes=None):
 
 def prepare(directory: Path) -> None:
     """Two disks and their mirror in `directory`: step 1 is committed, of step 2 each disk has its portion."""
-    disks = Disks(directory, f"file://{directory}/far", (0, 1))
+    disks = DiskAssignment(directory, f"file://{directory}/far", (0, 1))
     mirror_at(disks.run(0), Remote(disks.url))
     run_ranks(save, 2, disks, 1)
     run_ranks(save_portions, 2, disks, 2)
@@ -151,7 +151,7 @@ def try_moment(
 ) -> Verdict:
     """Kill the machine of a disk at a moment, and then the other's; look from an empty machine, and go on with two if `goes_on`."""
     shutil.copytree(prepared, directory, dirs_exist_ok=True)
-    disks = Disks(directory, f"file://{directory}/far", (0, 1))
+    disks = DiskAssignment(directory, f"file://{directory}/far", (0, 1))
     processes = [
         Forked(bring, disks.url, disks.run(each), each, moment if each == disk else "")
         for each in range(2)
@@ -167,7 +167,7 @@ def try_moment(
     found = mirror_crashes.aftermath(disks.url, directory / "empty", acked, newest)
     if not (struck and found.is_good and goes_on):
         return Verdict(struck, found.lost, found.uncommitted, found.wrong)
-    resumed = run_ranks(go_on, 2, Disks(directory / "new", disks.url, (0, 1)))
+    resumed = run_ranks(go_on, 2, DiskAssignment(directory / "new", disks.url, (0, 1)))
     steps = disks.mirror(0).steps()
     names = {file.name.partition("/")[0] for file in steps.remote.files()}
     wanted = {f"step-{step:08d}" for step in range(1, resumed[0] + 2)}

@@ -29,7 +29,7 @@ from burnish.checkpoint.manifest import (
     record_of,
     sha256,
 )
-from burnish.checkpoint.steps import Committed
+from burnish.checkpoint.steps import CommittedStep
 from burnish.errors import CorruptError, IncompatibleError, MissingError
 from burnish.files.safetensors import (
     MAX_HEADER_BYTES,
@@ -213,7 +213,7 @@ def state(rng: random.Random, scratch: Path) -> Take:
         found = parse_json(data, "state.json")
         if not isinstance(found, dict):
             return  # refused where the step is opened
-        step = Committed(scratch / "step-00000007", _COMMIT, _MANIFEST, found)
+        step = CommittedStep(scratch / "step-00000007", _COMMIT, _MANIFEST, found)
         assert isinstance(read_state(step), TrainerState)
 
     return take
@@ -289,7 +289,9 @@ def large_state(rng: random.Random, scratch: Path) -> Take:
     data = _one_place(rng, data) if rng.random() < 0.5 else data
 
     def take() -> None:
-        step = Committed(scratch / "step-00000007", _COMMIT, _MANIFEST, parse_json(data, "state"))
+        step = CommittedStep(
+            scratch / "step-00000007", _COMMIT, _MANIFEST, parse_json(data, "state")
+        )
         assert isinstance(read_state(step), TrainerState)
 
     return take

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from burnish.boxes.box import Box, whole
 from burnish.boxes.pieces import PieceTable, TensorIndex, alike_tensors, gather_pieces
-from burnish.boxes.plan import ALIGN, WAVE_BYTES, Cover, Moves, cut
+from burnish.boxes.plan import ALIGN, WAVE_BYTES, Coverage, Moves, cut
 from burnish.boxes.shards import Shard, TensorSpec
 from burnish.boxes.table import Ints
 from burnish.boxes.transfer import accelerator_of, meeting_place, pieces_of
@@ -163,7 +163,7 @@ def waves_of(
     tensors, world, first = TensorIndex(), len(tables), sorted({*alike})
     whole_tensors = PieceTable.of((want[n], whole(want[n].shape)) for n in first)
     held, wanted = tensors.merge(tables, [whole_tensors])
-    cover = Cover.of(held, wanted, tensors)
+    cover = Coverage.of(held, wanted, tensors)
     rows = {number: row for row, number in enumerate(first)}
     places = [place for number in first for place in range(len(own[number]))]
     by_turn: dict[int, list[list[_Part]]] = {}

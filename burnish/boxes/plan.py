@@ -86,11 +86,11 @@ def plan(have: Sequence[PieceTable], want: Sequence[PieceTable]) -> Moves:
     """
     tensors = TensorIndex()
     held, wanted = tensors.merge(have, want)
-    return Cover.of(held, wanted, tensors).moves(wanted.rank)
+    return Coverage.of(held, wanted, tensors).moves(wanted.rank)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Cover:
+class Coverage:
     """Wanted pieces, cut into parts. Each part lies in one cell: a box that its holders hold whole."""
 
     tensors: TensorIndex
@@ -108,11 +108,11 @@ class Cover:
     cells: BoxIndex
 
     @classmethod
-    def of(cls, held: Pieces, wanted: Pieces, tensors: TensorIndex) -> Cover:
+    def of(cls, held: Pieces, wanted: Pieces, tensors: TensorIndex) -> Coverage:
         """Find the holders of all wanted elements. Raises `MissingError` naming tensor and box."""
         return cls._of_cells(*_cells(held, tensors), wanted, tensors)
 
-    def of_others(self, wanted: Pieces) -> Cover:
+    def of_others(self, wanted: Pieces) -> Coverage:
         """Cover other wanted pieces of the same tensors."""
         return self._of_cells(self.cells, self.held, self.cell_held, wanted, self.tensors)
 
@@ -124,7 +124,7 @@ class Cover:
         cell_held: Ints,
         wanted: Pieces,
         tensors: TensorIndex,
-    ) -> Cover:
+    ) -> Coverage:
         want, cell, boxes = cells.meeting(wanted.boxes)
         covered = np.bincount(want, boxes.elements, minlength=len(wanted)).astype(np.int64)
         lacking = np.flatnonzero(covered != wanted.boxes.elements)

@@ -50,7 +50,7 @@ from burnish.check.proof_key import keep_proof, proof_place
 from burnish.check.small_model import shrunk
 from burnish.config.schema import EngineConfig, LoraConfig, OptimConfig
 from burnish.distributed.collectives import gather_objects
-from burnish.distributed.environment import Place
+from burnish.distributed.environment import RankPlace
 from burnish.distributed.layout import Layout
 from burnish.distributed.processes import process_group
 from burnish.engines.base import Engine, Part
@@ -273,7 +273,7 @@ def _step(given: Material, device: torch.device) -> BatchOutcome:
     alone = (
         nullcontext(Layout())
         if dist.is_initialized()
-        else process_group(device, 60.0, Place(Layout()))
+        else process_group(device, 60.0, RankPlace(Layout()))
     )
     with alone as layout, warnings.catch_warnings():
         # OPT's layers return views. The comparison shows whether that matters.

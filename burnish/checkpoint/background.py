@@ -22,7 +22,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 from burnish.boxes.shards import Shard
 from burnish.boxes.transfer import accelerator_of
-from burnish.checkpoint.save import Contents, Fence, Saved, Saver, aligned, check_new
+from burnish.checkpoint.save import Contents, Fence, Saver, SaveResult, aligned, check_new
 from burnish.distributed import host_memory
 from burnish.distributed.child_process import Companion, accompany, as_burnish_error
 from burnish.distributed.collectives import agree, gather_objects
@@ -124,7 +124,7 @@ class Job:
     """Host and port of the store where the writers of all ranks meet; None for a lone process."""
 
 
-Answer = Saved | BurnishError
+Answer = SaveResult | BurnishError
 """A writer's answer to a job."""
 
 
@@ -267,7 +267,9 @@ class BackgroundSaver:
         if failed:
             survived = self._survived(step, answers)
             return Finished(step, None, failed[0]) if survived else Finished(step, failed[0])
-        warnings = [each.warning for each in answers if isinstance(each, Saved) and each.warning]
+        warnings = [
+            each.warning for each in answers if isinstance(each, SaveResult) and each.warning
+        ]
         return Finished(step, None, next(iter(warnings), None))
 
     def _poll(self, seconds: float) -> Answer | None:
@@ -291,7 +293,7 @@ class BackgroundSaver:
         """Wait this long for a save in flight, then end the writer. Not collective."""
         if self._step is not None and self._answer is None:
             answer = self._writer.answer(patience_seconds)
-            if not isinstance(answer, Saved):
+            if not isinstance(answer, SaveResult):
                 _log.error("step %d is not committed: %s", self._step, answer or "it took too long")
         self._writer.kill()
         self._memory.close()

@@ -22,7 +22,7 @@ from burnish.boxes.tensor_reader import (
     copy,
     locate,
 )
-from burnish.checkpoint.steps import Committed, checked_header, read_blocks, read_file
+from burnish.checkpoint.steps import CommittedStep, checked_header, read_blocks, read_file
 from burnish.checkpoint.write_plan import (
     MAIN,
     MODEL,
@@ -56,7 +56,7 @@ class StepReader(TensorReader):
 
     def __init__(
         self,
-        step: Committed,
+        step: CommittedStep,
         headers: Mapping[str, Header] | None = None,
         arena: Arena | None = None,
     ) -> None:
@@ -115,11 +115,11 @@ class StepReader(TensorReader):
         self._files.close()
 
 
-def _tensor_files(step: Committed) -> list[str]:
+def _tensor_files(step: CommittedStep) -> list[str]:
     return [name for name in sorted(step.manifest.files) if set_of(name) is not None]
 
 
-def _read_headers(step: Committed, names: Iterable[str]) -> dict[str, Header]:
+def _read_headers(step: CommittedStep, names: Iterable[str]) -> dict[str, Header]:
     return {name: checked_header(step, name) for name in names}
 
 
@@ -139,7 +139,9 @@ class CheckpointSource:
     A shard is named by its weight, or `slot/weight`.
     """
 
-    def __init__(self, committed: Committed, layout: Layout, arena: Arena | None = None) -> None:
+    def __init__(
+        self, committed: CommittedStep, layout: Layout, arena: Arena | None = None
+    ) -> None:
         self._step = committed
         self._layout = layout
         names = _tensor_files(committed)

@@ -21,7 +21,7 @@ from burnish.checkpoint.retention import Retention
 from burnish.checkpoint.save import Contents, Saver
 from burnish.checkpoint.steps import (
     QUARANTINE,
-    Committed,
+    CommittedStep,
     clear,
     open_step,
     require_healthy,
@@ -29,14 +29,14 @@ from burnish.checkpoint.steps import (
     step_paths,
     verify_files,
 )
-from burnish.checkpoint.write_plan import Disks
+from burnish.checkpoint.write_plan import DiskAssignment
 from burnish.config.resume import RunIdentity
 from burnish.distributed.collectives import agree, from_main, gather_objects, same_on_all_ranks
 from burnish.distributed.host_memory import Arena
 from burnish.distributed.layout import Layout
 from burnish.errors import BurnishError, CorruptError, UsageError
 from burnish.files.durable import Removals, make_dirs_durably, move_aside, naming_failures
-from burnish.files.lease import LEASE, Token, holding_lease
+from burnish.files.lease import LEASE, LeaseToken, holding_lease
 from burnish.files.storage import LOCAL, LocalStorage, Source
 from burnish.tracking.rundir import RunDirectory
 
@@ -55,7 +55,7 @@ _PAUSES_BETWEEN_MACHINES = (*_PAUSES, 3.0, 10.0, 20.0, 40.0)
 
 _log = logging.getLogger(__name__)
 
-Load = Callable[[Committed, CheckpointSource], None]
+Load = Callable[[CommittedStep, CheckpointSource], None]
 """Fills the engine from a step; it may be called again with an older one."""
 
 
@@ -63,7 +63,7 @@ Load = Callable[[Committed, CheckpointSource], None]
 class Resumed:
     """The step that a run continues from."""
 
-    step: Committed
+    step: CommittedStep
     skipped: tuple[str, ...]
     """Why each newer step was skipped, newest first."""
 
@@ -107,7 +107,7 @@ class Destination(Protocol):
     def aside(self) -> list[str]:
         """Return the steps ever set aside."""
 
-    def meet(self, here: OnDisk, *, leads: bool) -> None:
+    def meet(self, here: LocalState, *, leads: bool) -> None:
         """Raise `UsageError` if one disk has a newer step than the copy; clear uncommitted steps. Collective."""
 
     def require_own(self, directory: RunDirectory, run: RunIdentity) -> dict[str, str]:
@@ -123,7 +123,7 @@ class Destination(Protocol):
         """Stop copying at once."""
 
 
-class OnDisk:
+class LocalState:
     """The steps of a `checkpoints/`, with the reading members of `Destination`."""
 
     sharing = "set output_dir to a directory that all ranks share"
@@ -146,7 +146,7 @@ class OnDisk:
         return [str(quarantine / entry.name) for entry in self.source.entries(quarantine)]
 
 
-Side = OnDisk | Destination
+Side = LocalState | Destination
 """A place where steps may lie."""
 
 
@@ -171,7 +171,7 @@ class Checkpoints:
         self._layout = layout
         self._storage = storage
         self._retention = retention or Retention()
-        disks = Disks.one(layout.world)
+        disks = DiskAssignment.one(layout.world)
         self._saver = Saver(root, layout, disks, self._storage, self._retention, reserve_bytes)
         self._background_timeout = background_timeout
         self._background: BackgroundSaver | None = None
@@ -201,7 +201,7 @@ class Checkpoints:
             raise
         return self
 
-    def _take(self) -> Token:
+    def _take(self) -> LeaseToken:
         with naming_failures(f"{self._root} cannot be used"):
             make_dirs_durably(self._storage, self._root, above=_OWN_LEVELS)
             token = self._held.enter_context(holding_lease(self._root / LEASE))
@@ -283,7 +283,7 @@ class Checkpoints:
         A step that is unhealthy, or damaged on any rank, is set aside. Raises `CorruptError` if no step is usable. Other errors
         leave the step in place.
         """
-        here = OnDisk(self._root, self._storage)
+        here = LocalState(self._root, self._storage)
         sides: list[Side] = [here] if self._mirror is None else [here, self._mirror]
         if self.meets_on_mirror and self._mirror is not None:
             self._mirror.meet(here, leads=self._saver.leads)
@@ -325,14 +325,19 @@ def _log_failed_removals(error: BurnishError | None) -> None:
 
 
 def _find_disks(
-    lease: Path, held: Token | None, take: Callable[[], Token], layout: Layout, *, may_differ: bool
-) -> Disks:
+    lease: Path,
+    held: LeaseToken | None,
+    take: Callable[[], LeaseToken],
+    layout: Layout,
+    *,
+    may_differ: bool,
+) -> DiskAssignment:
     """Find the disks on which `lease` lies. Collective. Raises `UsageError` for several unless they `may_differ`."""
     pauses = _PAUSES if layout.local_world == layout.world else _PAUSES_BETWEEN_MACHINES
     main = gather_objects(held, layout)[0]
     sees_main = main is None or _number(lease, {main.number}, pauses) is not None
     if all(gather_objects(sees_main, layout)):
-        return Disks.one(layout.world)
+        return DiskAssignment.one(layout.world)
     with agree(layout):
         if not (sees_main or may_differ):
             raise _refusal(lease, layout)
@@ -349,7 +354,7 @@ def _find_disks(
         if found is None:
             raise refused or _refusal(lease, layout)
     of_rank = [numbers.index(number) for number in gather_objects(found, layout)]
-    return Disks(tuple(leaders.index(leader) for leader in of_rank), tuple(leaders))
+    return DiskAssignment(tuple(leaders.index(leader) for leader in of_rank), tuple(leaders))
 
 
 def _refusal(lease: Path, layout: Layout) -> UsageError:
@@ -367,7 +372,7 @@ def _number(lease: Path, wanted: Collection[int | None], pauses: Sequence[float]
         for directory in reversed(lease.parents[:3]):
             with suppress(OSError):  # makes a network mount read the names again
                 os.listdir(directory)
-        number = Token(lease, 0).current()
+        number = LeaseToken(lease, 0).current()
         if isinstance(number, int) and number in wanted:
             return number
     return None
@@ -383,7 +388,7 @@ def _newest(sides: Sequence[Side], layout: Layout) -> tuple[int, PurePath] | Non
     return from_main(None if newest is None else (-newest[1], newest[2]), layout)
 
 
-def _open(side: Side, path: PurePath, layout: Layout) -> Committed:
+def _open(side: Side, path: PurePath, layout: Layout) -> CommittedStep:
     """Open a step, or raise `CorruptError` on every rank. Collective."""
     with agree(layout), naming_failures(f"{path} cannot be read"):
         if side.source.kind(path) is None:  # it lies on another machine and is not damaged
@@ -399,7 +404,7 @@ def _open(side: Side, path: PurePath, layout: Layout) -> Committed:
     return step
 
 
-def _log_resuming(step: Committed, skipped: Sequence[str]) -> None:
+def _log_resuming(step: CommittedStep, skipped: Sequence[str]) -> None:
     reasons = "; ".join(each.partition("\n")[0] for each in skipped)
     _log.log(
         logging.WARNING if skipped else logging.INFO,

@@ -81,7 +81,7 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Facts:
+class StepFacts:
     """Facts about a step that retention uses."""
 
     step: int
@@ -95,7 +95,7 @@ class Facts:
     """Identifies the save of the step."""
 
 
-def completed(steps: Collection[Facts]) -> list[Facts]:
+def completed(steps: Collection[StepFacts]) -> list[StepFacts]:
     """Add to each step the validation results that later steps record."""
     later = {step: found for each in steps for step, found in each.later.items()}
     return [
@@ -104,7 +104,7 @@ def completed(steps: Collection[Facts]) -> list[Facts]:
     ]
 
 
-def best(steps: Collection[Facts], which: KeepBestConfig) -> set[int]:
+def best(steps: Collection[StepFacts], which: KeepBestConfig) -> set[int]:
     """Return the healthy steps with a metric's best values, the newer of equals."""
     sign = 1 if which.mode == "max" else -1
     values = [
@@ -144,7 +144,7 @@ class Retention:
         count = config.mirror_keep_last
         return replace(cls.of(config), keep_last=count) if count else None
 
-    def outlived(self, steps: Collection[Facts], pins: Iterable[int] = ()) -> list[int]:
+    def outlived(self, steps: Collection[StepFacts], pins: Iterable[int] = ()) -> list[int]:
         """Return the removable steps, oldest first. Pure.
 
         An unhealthy step displaces no other. It goes when older than the steps that `keep_last` keeps.
@@ -198,7 +198,7 @@ class Retention:
                 storage.remove(path)
         return removals.error()
 
-    def facts(self, paths: Iterable[PurePath], storage: Source) -> list[Facts]:
+    def facts(self, paths: Iterable[PurePath], storage: Source) -> list[StepFacts]:
         """Return the facts of the readable steps; log the others."""
         found = []
         for path in paths:
@@ -214,7 +214,7 @@ class Retention:
                 except (CorruptError, IncompatibleError) as error:
                     _log.warning("a step counts as not measured: %s", error)
             measured, later = (_mapping(state.get(name)) for name in (MEASURED, MEASURED_LATER))
-            found.append(Facts(commit.step, commit.healthy, measured, later, commit.uuid))
+            found.append(StepFacts(commit.step, commit.healthy, measured, later, commit.uuid))
         return found
 
 

@@ -54,7 +54,7 @@ from burnish.checkpoint.steps import (
 from burnish.checkpoint.write_plan import (
     MODEL,
     RESIDUAL,
-    Disks,
+    DiskAssignment,
     Outline,
     Span,
     WritePlan,
@@ -67,7 +67,7 @@ from burnish.distributed.host_memory import Arena
 from burnish.distributed.layout import Layout
 from burnish.errors import BurnishError, CorruptError, bytes_text, few
 from burnish.files.durable import Removals, Syncs, discard, naming_failures
-from burnish.files.lease import Token
+from burnish.files.lease import LeaseToken
 from burnish.files.storage import LocalFile, LocalStorage
 from burnish.files.strict_json import encode_json
 
@@ -283,7 +283,7 @@ def aligned(size: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Saved:
+class SaveResult:
     """A committed step."""
 
     path: Path
@@ -300,14 +300,14 @@ class Saver:
     """The run's `checkpoints/`."""
     layout: Layout
     """This process among those that save together."""
-    disks: Disks
+    disks: DiskAssignment
     """The disks that they write to."""
     storage: LocalStorage
     retention: Retention | None = None
     """Which steps stay; None: all."""
     reserve_bytes: int = 0
     """Bytes of the disk that stay free."""
-    token: Token | None = None
+    token: LeaseToken | None = None
     """On the leader of a disk, its right to commit below `root`."""
     _pieces: str = field(default="", init=False)
     _plan: WritePlan | None = field(default=None, init=False)
@@ -317,7 +317,7 @@ class Saver:
         """Whether this rank creates and renames on its disk."""
         return self.layout.rank in self.disks.leaders
 
-    def save(self, step: int, contents: Contents, fence: Fence = lambda: None) -> Saved:
+    def save(self, step: int, contents: Contents, fence: Fence = lambda: None) -> SaveResult:
         """Commit a step and remove those that retention drops. Collective, errors included.
 
         Leaders call `fence` before the rename; its error prevents it. Raises `BurnishError` if the step exists or writing fails.
@@ -349,7 +349,7 @@ class Saver:
                     self._discard(f"{step:08d}.{empty.uuid}", (INFLIGHT, PORTION))
             raise
         with agree(layout):
-            return Saved(path, self.let_go() if layout.is_main else None)
+            return SaveResult(path, self.let_go() if layout.is_main else None)
 
     def digest(self, pieces: PieceTable) -> str:
         """Return the digest of the plan for these pieces; "" without one."""

@@ -52,7 +52,7 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Committed:
+class CommittedStep:
     """A step whose file names, sizes and small files are verified."""
 
     path: PurePath
@@ -124,7 +124,7 @@ def read_commit(path: PurePath, storage: Source) -> Commit:
     return commit
 
 
-def open_step(path: PurePath, storage: Source = LOCAL, below: str = "") -> Committed:
+def open_step(path: PurePath, storage: Source = LOCAL, below: str = "") -> CommittedStep:
     """Open a step: check COMMIT, manifest, state and every file's size.
 
     With `below` ("model/"), open only that directory, without the state; uncommitted files may lie there. Raises `CorruptError`
@@ -153,10 +153,10 @@ def open_step(path: PurePath, storage: Source = LOCAL, below: str = "") -> Commi
                 do=ANOTHER_STEP,
             )
     state = {} if below else _state(path, manifest, storage)
-    return Committed(path, commit, manifest, state, storage)
+    return CommittedStep(path, commit, manifest, state, storage)
 
 
-def require_healthy(step: Committed) -> None:
+def require_healthy(step: CommittedStep) -> None:
     """Raise `CorruptError` for an unhealthy step."""
     if not step.healthy:
         raise CorruptError(
@@ -167,12 +167,12 @@ def require_healthy(step: Committed) -> None:
         )
 
 
-def newest(root: PurePath, storage: Source = LOCAL) -> Committed | None:
+def newest(root: PurePath, storage: Source = LOCAL) -> CommittedStep | None:
     """Return the newest healthy step; None if none was ever committed. Log damaged ones.
 
     Raises `CorruptError` if none is usable, `IncompatibleError` if all have another format.
     """
-    opened: list[Committed] = []
+    opened: list[CommittedStep] = []
     errors: dict[str, BurnishError] = {}
     for path in step_paths(root, storage).values():
         try:
@@ -233,7 +233,7 @@ def files_below(
             )
 
 
-def empty_directories(step: Committed) -> Iterator[str]:
+def empty_directories(step: CommittedStep) -> Iterator[str]:
     """Yield a step's directories without a committed file."""
     waiting = [""]
     for prefix in waiting:
@@ -299,7 +299,7 @@ def verify(
             yield from _header_problem(step, name)
 
 
-def verify_files(step: Committed, names: Iterable[str]) -> Iterator[CorruptError]:
+def verify_files(step: CommittedStep, names: Iterable[str]) -> Iterator[CorruptError]:
     """Read files in several threads; yield an error for each damaged block and impossible header."""
     largest = max((_run(record) for record in step.manifest.files.values()), default=0)
     threads = step.source.reads_at_once + 1
@@ -331,7 +331,7 @@ def _run(record: FileRecord) -> int:
 
 
 def _damages(
-    file: ReadableFile, step: Committed, name: str, first: int, data: memoryview
+    file: ReadableFile, step: CommittedStep, name: str, first: int, data: memoryview
 ) -> list[CorruptError]:
     size = step.manifest.files[name].block_bytes
     try:
@@ -347,12 +347,12 @@ def _damages(
     return []
 
 
-def small_files(step: Committed) -> list[str]:
+def small_files(step: CommittedStep) -> list[str]:
     """Return the files without tensors."""
     return [name for name in step.manifest.files if not name.endswith(SUFFIX)]
 
 
-def read_file(step: Committed, name: str) -> bytes:
+def read_file(step: CommittedStep, name: str) -> bytes:
     """Return a small file. Raises `DamagedBlock`."""
     data = bytearray(step.manifest.files[name].size)
     with step.source.open(step.path / name) as file:
@@ -360,14 +360,14 @@ def read_file(step: Committed, name: str) -> bytes:
     return bytes(data)
 
 
-def _header_problem(step: Committed, name: str) -> Iterator[CorruptError]:
+def _header_problem(step: CommittedStep, name: str) -> Iterator[CorruptError]:
     try:
         checked_header(step, name)
     except CorruptError as error:
         yield error
 
 
-def checked_header(step: Committed, name: str) -> Header:
+def checked_header(step: CommittedStep, name: str) -> Header:
     """Return a tensor file's header, from checked blocks."""
     record, path = step.manifest.files[name], step.path / name
     data, size = b"", 1
@@ -382,7 +382,7 @@ def checked_header(step: Committed, name: str) -> Header:
 
 
 def read_blocks(
-    file: ReadableFile, step: Committed, name: str, first: int, into: memoryview
+    file: ReadableFile, step: CommittedStep, name: str, first: int, into: memoryview
 ) -> None:
     """Fill memory with whole blocks of a file, from `first` on, and check their hashes.
 
@@ -404,7 +404,7 @@ def read_blocks(
 
 
 def _damage(
-    file: ReadableFile, step: Committed, name: str, number: int, found: str
+    file: ReadableFile, step: CommittedStep, name: str, number: int, found: str
 ) -> DamagedBlock:
     record, path = step.manifest.files[name], step.path / name
     start = number * record.block_bytes
@@ -421,7 +421,7 @@ def _damage(
 
 
 def _tensors(
-    file: ReadableFile, step: Committed, name: str, start: int, stop: int
+    file: ReadableFile, step: CommittedStep, name: str, start: int, stop: int
 ) -> tuple[str, ...]:
     if not name.endswith(SUFFIX):
         return ()

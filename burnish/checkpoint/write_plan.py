@@ -27,7 +27,7 @@ from burnish.boxes.pieces import (
     gather_some,
     gather_tensors,
 )
-from burnish.boxes.plan import Cover, Group, schedule
+from burnish.boxes.plan import Coverage, Group, schedule
 from burnish.boxes.shards import TensorSpec
 from burnish.boxes.table import BoxIndex, BoxTable, Columns, Ints, flat_ranges, strides
 from burnish.boxes.tensor_reader import TORCH_DTYPES, copy, dtype_name, in_chunks
@@ -104,7 +104,7 @@ def roles_in(paths: Iterable[str]) -> list[str]:
 
 
 @dataclass(frozen=True, slots=True)
-class Disks:
+class DiskAssignment:
     """The disk of each rank; rank 0's is the first."""
 
     of_rank: tuple[int, ...]
@@ -135,7 +135,7 @@ class Disks:
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
+class StoredTensor:
     """A tensor on disk."""
 
     tensor_set: str
@@ -208,13 +208,13 @@ class SpanTable(Columns):
 
 
 def plan_files(
-    tensors: Iterable[Stored], max_file_bytes: int = MAX_FILE_BYTES, align: int = ALIGN
+    tensors: Iterable[StoredTensor], max_file_bytes: int = MAX_FILE_BYTES, align: int = ALIGN
 ) -> tuple[list[PlannedFile], dict[str, bytes]]:
     """Return safetensors files with Hugging Face's or PEFT's names, and their index files by path.
 
     In a file, tensors of a multiple of `align` bytes come first, then of half of it, and so on. So ranks' rows begin where blocks do.
     """
-    sets: dict[str, list[Stored]] = {}
+    sets: dict[str, list[StoredTensor]] = {}
     for tensor in sorted(tensors, key=lambda t: (path_of(t.tensor_set), t.name)):
         sets.setdefault(tensor.tensor_set, []).append(tensor)
     files: list[PlannedFile] = []
@@ -253,8 +253,8 @@ def block_bytes_for(sizes: Iterable[int], most: int = MOST_BLOCKS) -> int:
     return size
 
 
-def _shares(members: list[Stored], max_file_bytes: int) -> list[list[Stored]]:
-    shares: list[list[Stored]] = [[]]
+def _shares(members: list[StoredTensor], max_file_bytes: int) -> list[list[StoredTensor]]:
+    shares: list[list[StoredTensor]] = [[]]
     filled = 0
     for tensor in members:
         if shares[-1] and filled + tensor.size > max_file_bytes:
@@ -265,7 +265,7 @@ def _shares(members: list[Stored], max_file_bytes: int) -> list[list[Stored]]:
     return shares
 
 
-def _file(path: str, tensor_set: str, members: list[Stored], align: int) -> PlannedFile:
+def _file(path: str, tensor_set: str, members: list[StoredTensor], align: int) -> PlannedFile:
     ordered = sorted(members, key=lambda t: (-min(t.size & -t.size, align), t.name))
     if sum(tensor.size for tensor in members) < _BLOCKS_TO_ALIGN * align:
         align = ALIGN  # a header padded to a whole block would be much of the file
@@ -450,7 +450,7 @@ class Outline:
 
     @classmethod
     def of(
-        cls, tensors: Iterable[Sequence[TensorSpec]], roles: Iterable[str], disks: Disks
+        cls, tensors: Iterable[Sequence[TensorSpec]], roles: Iterable[str], disks: DiskAssignment
     ) -> Self:
         """Lay out ranks' tensors, named by key. Raises `BurnishError` if ranks disagree about a tensor."""
         stored = _stored(tensors, roles)
@@ -495,7 +495,7 @@ class Outline:
         self,
         have: Sequence[PieceTable],
         section: PlannedSection,
-        disks: Disks,
+        disks: DiskAssignment,
         ranks: Iterable[int],
     ) -> list[WriteShare]:
         """Plan a section, and return the shares of `ranks`. Raises `MissingError` for an incomplete tensor."""
@@ -503,7 +503,7 @@ class Outline:
         [held] = tensors.merge(have)
         blocks, turn, turns = self.blocks.take(section.blocks), section.turn, section.turns
         parts = Parts.of(self.files, blocks, tensors)
-        cover = Cover.of(held, parts.pieces, tensors)
+        cover = Coverage.of(held, parts.pieces, tensors)
         part, holder = cover.holders()
         holds = cover.held.rank[holder]
         if turns > 1:
@@ -552,7 +552,7 @@ class WritePlan:
 
     @classmethod
     def of(
-        cls, have: Sequence[PieceTable], roles: Iterable[str], layout: Layout, disks: Disks
+        cls, have: Sequence[PieceTable], roles: Iterable[str], layout: Layout, disks: DiskAssignment
     ) -> Self:
         """Plan from all ranks' pieces, named by key. Raises as `Outline.of` and `Outline.shares`."""
         outline = Outline.of((table.tensors for table in have), roles, disks)
@@ -560,7 +560,9 @@ class WritePlan:
         return cls(outline, share)
 
     @classmethod
-    def together(cls, mine: PieceTable, roles: Iterable[str], layout: Layout, disks: Disks) -> Self:
+    def together(
+        cls, mine: PieceTable, roles: Iterable[str], layout: Layout, disks: DiskAssignment
+    ) -> Self:
         """Plan from this rank's pieces. Collective. Raises as `of` does. In large runs, neighbouring ranks plan a section each."""
         if not layout.groups:
             return cls.of(gather_pieces(mine, layout), roles, layout, disks)
@@ -594,12 +596,12 @@ def _planners(layout: Layout) -> tuple[int, int]:
     return len(layout.groups), size
 
 
-def _stored(by_rank: Iterable[Sequence[TensorSpec]], roles: Iterable[str]) -> list[Stored]:
-    found: dict[str, Stored] = {}
+def _stored(by_rank: Iterable[Sequence[TensorSpec]], roles: Iterable[str]) -> list[StoredTensor]:
+    found: dict[str, StoredTensor] = {}
     for tensors, _ in groupby(by_rank):  # usually all ranks have the same tensors
         for key, shape, dtype in tensors:
             tensor_set, name = key_parts(key, roles)
-            stored = Stored(tensor_set, name, dtype_name(dtype, name), shape)
+            stored = StoredTensor(tensor_set, name, dtype_name(dtype, name), shape)
             if found.setdefault(key, stored) != stored:
                 raise BurnishError(
                     f"ranks disagree about tensor {key}",

@@ -19,7 +19,7 @@ from burnish.checkpoint.steps import (
     PORTION,
     QUARANTINE,
     TRASH,
-    Committed,
+    CommittedStep,
     DamagedBlock,
     checked_header,
     clear,
@@ -109,7 +109,7 @@ def is_step(path: PurePath) -> bool:
     return path in step_paths(path.parent, _source_of(path.parent)).values()
 
 
-def one_step(path: PurePath) -> Committed:
+def one_step(path: PurePath) -> CommittedStep:
     """Return the step at `path`, or the newest healthy one of a run. Raises `MissingError`, and `CorruptError` for a damaged one."""
     if is_step(path):
         return open_step(path, _source_of(path.parent))
@@ -213,7 +213,7 @@ def _word(value: object) -> str:
     return str(value)
 
 
-def _sets(step: Committed) -> dict[str, list[TensorEntry]]:
+def _sets(step: CommittedStep) -> dict[str, list[TensorEntry]]:
     sets: dict[str, list[TensorEntry]] = {}
     for name in sorted(step.manifest.files):
         directory, _, file = name.rpartition("/")

@@ -10,7 +10,7 @@ from pathlib import Path, PurePath
 from typing import Any
 
 from burnish import __version__
-from burnish.checkpoint.steps import Committed, verify_files
+from burnish.checkpoint.steps import CommittedStep, verify_files
 from burnish.checkpoint.write_plan import MODEL
 from burnish.cli.ckpt import Report, Say, one_step
 from burnish.errors import MissingError, UsageError, bytes_text
@@ -44,7 +44,7 @@ def push_step(
 
 
 @contextmanager
-def _folder(step: Committed, directory: str, which: Mapping[str, Any]) -> Iterator[Path]:
+def _folder(step: CommittedStep, directory: str, which: Mapping[str, Any]) -> Iterator[Path]:
     """Yield the step's model directory, or a temporary one with the merged model."""
     if not which["merged"] and which["base"] is None:
         yield Path(step.path, directory)

@@ -11,11 +11,11 @@ import torch
 
 from burnish.boxes.tensor_reader import DirectoryReader, TensorReader
 from burnish.checkpoint.load import StepReader
-from burnish.checkpoint.steps import Committed
-from burnish.checkpoint.tools.diff import Compared, Distance, compare
+from burnish.checkpoint.steps import CommittedStep
+from burnish.checkpoint.tools.diff import Distance, TensorDiff, compare
 from burnish.checkpoint.tools.export import Exportable, MergedModel, StepModel, adapter_of, export
 from burnish.checkpoint.tools.import_pickled import pickled, pickled_kind
-from burnish.checkpoint.tools.importing import Foreign, hugging_face, save_foreign
+from burnish.checkpoint.tools.importing import ForeignCheckpoint, hugging_face, save_foreign
 from burnish.checkpoint.write_plan import MODEL
 from burnish.cli.ckpt import Report, Say, is_step, one_step
 from burnish.errors import UsageError, bytes_text, count_text
@@ -66,7 +66,7 @@ def _open(path: PurePath) -> TensorReader:
     return StepReader(one_step(path))
 
 
-def _words(found: Compared) -> str:
+def _words(found: TensorDiff) -> str:
     a, b, distance = found.a, found.b, found.distance
     if found.verdict == "another shape" and a and b:
         return f"another shape: {list(a.shape)}, {list(b.shape)}"
@@ -103,7 +103,7 @@ def export_step(
     return {**report, "files": list(files), "bytes": size}
 
 
-def exportable(step: Committed, *, role: str, merged: bool, base: Path | None) -> Exportable:
+def exportable(step: CommittedStep, *, role: str, merged: bool, base: Path | None) -> Exportable:
     """Return a step's model, a role's, or an adapter's merged model. Raises `UsageError` for choices that exclude each other."""
     if merged and role:
         raise UsageError(
@@ -174,7 +174,7 @@ def import_weights(
 
 def _foreign(
     source: Path, assets: Path | None, unsafe_pickle: bool, without_sandbox: bool
-) -> Foreign:
+) -> ForeignCheckpoint:
     kind = pickled_kind(source)
     if kind is None:
         return hugging_face(source)

@@ -35,7 +35,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class RankPlace:
     """This process's rank, and where the run's processes meet."""
 
     layout: Layout
@@ -54,9 +54,9 @@ class Place:
     """Whether all ranks have the same `attempt`. Each torchrun agent counts its own restarts, so the agent of a new machine differs."""
 
 
-def place_of(environ: Mapping[str, str]) -> Place:
+def place_of(environ: Mapping[str, str]) -> RankPlace:
     """Read this process's place. Raises `UsageError` for partial, contradictory or non-numeric variables."""
-    place = Place(Layout())
+    place = RankPlace(Layout())
     if "RANK" in environ or "WORLD_SIZE" in environ:
         place = _torchrun(environ)
     elif "SLURM_PROCID" in environ and "SLURM_STEP_NODELIST" in environ:
@@ -112,14 +112,14 @@ def die_with(parent: int) -> None:
         os._exit(1)
 
 
-def _torchrun(environ: Mapping[str, str]) -> Place:
+def _torchrun(environ: Mapping[str, str]) -> RankPlace:
     local_world = number_of(environ, "LOCAL_WORLD_SIZE", default=1)
     layout = layout_of(environ, "RANK", "WORLD_SIZE", "LOCAL_RANK", local_world)
     attempt = number_of(environ, "TORCHELASTIC_RESTART_COUNT", default=0)
     if layout.world == 1:
-        return Place(layout, attempt=attempt)
+        return RankPlace(layout, attempt=attempt)
     agent_store = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    return Place(
+    return RankPlace(
         layout,
         _text(environ, "MASTER_ADDR").strip("[]"),
         number_of(environ, "MASTER_PORT"),

@@ -26,7 +26,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from burnish.config.schema import DistributedConfig
 from burnish.distributed.collectives import gather_objects
 from burnish.distributed.device import keep_freed_pages, pick_device, share_cores
-from burnish.distributed.environment import Place, place_of
+from burnish.distributed.environment import RankPlace, place_of
 from burnish.distributed.host_memory import Arena
 from burnish.distributed.layout import Layout
 from burnish.errors import BurnishError, UsageError, few
@@ -92,7 +92,7 @@ def tuned(device: torch.device) -> Iterator[None]:
 def process_group(
     device: torch.device,
     timeout_seconds: float,
-    place: Place | None = None,
+    place: RankPlace | None = None,
     stall_seconds: float = 0.0,
 ) -> Iterator[Layout]:
     """Open the default process group inside the block.
@@ -206,7 +206,7 @@ def backend_of(device: torch.device) -> str:
 
 
 @contextmanager
-def _meeting(place: Place, timeout: timedelta) -> Iterator[Store]:
+def _meeting(place: RankPlace, timeout: timedelta) -> Iterator[Store]:
     """Hold a store open until all ranks have left it."""
     layout = place.layout
     if layout.world == 1:
@@ -237,7 +237,7 @@ def raise_descriptors(connections: int) -> None:
         )
 
 
-def _connect(place: Place, timeout: timedelta) -> Store:
+def _connect(place: RankPlace, timeout: timedelta) -> Store:
     """Connect to the store, with a prefix per attempt and opened group: the launcher's store outlives both."""
     layout = place.layout
     serves = layout.rank == 0 and not place.agent_store

@@ -5,14 +5,14 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from burnish.distributed.environment import Place, layout_of, number_of
+from burnish.distributed.environment import RankPlace, layout_of, number_of
 from burnish.errors import UsageError
 
 # Below Linux's ephemeral ports, which begin at 32768.
 _PORTS = range(15000, 30000)
 
 
-def place_of_step(environ: Mapping[str, str]) -> Place:
+def place_of_step(environ: Mapping[str, str]) -> RankPlace:
     """Read this process's place. Raises `UsageError`."""
     step_tasks = "SLURM_STEP_NUM_TASKS" in environ
     world_name = "SLURM_STEP_NUM_TASKS" if step_tasks else "SLURM_NTASKS"
@@ -21,9 +21,9 @@ def place_of_step(environ: Mapping[str, str]) -> Place:
     local_world = tasks[node] if node < len(tasks) else 1
     layout = layout_of(environ, "SLURM_PROCID", world_name, "SLURM_LOCALID", local_world)
     if layout.world == 1:
-        return Place(layout)
+        return RankPlace(layout)
     host = environ.get("MASTER_ADDR", _first_host(environ["SLURM_STEP_NODELIST"])).strip("[]")
-    return Place(
+    return RankPlace(
         layout,
         host,
         number_of(environ, "MASTER_PORT", default=_port(environ)),

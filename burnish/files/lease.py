@@ -29,7 +29,7 @@ _LOOK_SECONDS = 0.05
 
 
 @dataclass(frozen=True, slots=True)
-class Token:
+class LeaseToken:
     """One holder's right to write."""
 
     path: Path
@@ -80,7 +80,7 @@ def is_held(path: Path) -> bool:
 
 
 @contextmanager
-def holding_lease(path: Path, patience_seconds: float = 60.0) -> Iterator[Token]:
+def holding_lease(path: Path, patience_seconds: float = 60.0) -> Iterator[LeaseToken]:
     """Hold a directory exclusively inside the block, by a `flock`.
 
     The lock ends with the last process that has the descriptor. Waits `patience_seconds` for a dead holder's helpers.
@@ -103,7 +103,7 @@ def holding_lease(path: Path, patience_seconds: float = 60.0) -> Iterator[Token]
         os.pwrite(descriptor, text, 0)
         os.ftruncate(descriptor, len(text))
         os.fsync(descriptor)
-        yield Token(path, number, descriptor)
+        yield LeaseToken(path, number, descriptor)
     finally:
         os.close(descriptor)
 

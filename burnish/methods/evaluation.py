@@ -22,7 +22,7 @@ import xxhash
 from burnish.algorithms.evaluation import evaluation_stats
 from burnish.checkpoint.load import CheckpointSource
 from burnish.checkpoint.manifest import ADAPTER_STATE
-from burnish.checkpoint.steps import Committed, small_files, verify_files
+from burnish.checkpoint.steps import CommittedStep, small_files, verify_files
 from burnish.checkpoint.tools.listing import newest_step
 from burnish.config.document import dump_yaml
 from burnish.config.schema import EvaluationConfig, LoraConfig, ModelConfig, RunConfig
@@ -180,7 +180,7 @@ def example_validation(
 def evaluate(
     config: RunConfig,
     local: RunConfig,
-    step: Committed | None,
+    step: CommittedStep | None,
     root: Path,
     layout: Layout,
     device: torch.device,
@@ -209,7 +209,9 @@ def evaluate(
             ) from None
 
 
-def _with_weights(foundation: Foundation, step: Committed | None, progress: Progress) -> Foundation:
+def _with_weights(
+    foundation: Foundation, step: CommittedStep | None, progress: Progress
+) -> Foundation:
     layout = foundation.layout
     Intact(layout, progress).require(*foundation.places(fresh=step is None))
     if step is None:
@@ -296,7 +298,7 @@ def _measure(
             return measured
 
 
-def newest_model(run_directory: Path, model: ModelConfig) -> tuple[ModelConfig, Committed]:
+def newest_model(run_directory: Path, model: ModelConfig) -> tuple[ModelConfig, CommittedStep]:
     """Return the settings of the model in a run's newest committed step, and that step.
 
     An adapter keeps its base model. Raises `MissingError` without a step.

@@ -15,14 +15,14 @@ from burnish.boxes.box import Box
 from burnish.errors import IncompatibleError
 from burnish.families import ModelSizes
 from burnish.models.names import Region
-from burnish.models.parts import Cut, cut_regions
+from burnish.models.parts import ShardRule, cut_regions
 
 _Shape = tuple[int, ...]
 _Span = tuple[int, int, int, int]
 """A run of indices along one dim: its start and size in the uncut parameter, its start in the checkpoint tensor, that tensor's size."""
 
 
-class Seat(NamedTuple):
+class MegatronSlot(NamedTuple):
     """A rank's place among the ranks that share matrices."""
 
     rank: int = 0
@@ -64,7 +64,7 @@ OUTSIDE_LAYERS = {
 
 
 def regions_of(
-    parameter: str, shape: _Shape, sizes: ModelSizes, tensor: Seat, expert: Seat
+    parameter: str, shape: _Shape, sizes: ModelSizes, tensor: MegatronSlot, expert: MegatronSlot
 ) -> tuple[Region, ...]:
     """Return the checkpoint tensors in a rank's part of a Megatron parameter, by tensor, then ascending.
 
@@ -93,7 +93,7 @@ def regions_of(
             want="the parameters of a Llama-shaped model",
             do="train this model with engine.kind=torch",
         )
-    seat = Seat() if cut == "whole" else seat
+    seat = MegatronSlot() if cut == "whole" else seat
     dim, halves = int(cut == "columns"), 2 if cut == "gated" else 1
     size = shape[dim] * seat.ranks
     if cut == "qkv":
@@ -105,7 +105,7 @@ def regions_of(
         count = sizes.vocabulary if cut == "vocabulary" else size
         spans = [(name.format(projections[2]), (0, count, 0, count))]
     regions = [_region(prefix + each, parameter, shape, dim, span) for each, span in spans]
-    return cut_regions(regions, {parameter: Cut.of(size, dim, *seat, halves)})
+    return cut_regions(regions, {parameter: ShardRule.of(size, dim, *seat, halves)})
 
 
 def stacked(parts: Iterable[tuple[Region, ...]]) -> tuple[Region, ...]:

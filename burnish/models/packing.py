@@ -74,7 +74,7 @@ def _common(one: Indices, other: Indices) -> int:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Deal:
+class TokenSharing:
     """The tokens of each rank, where several ranks share a micro-batch.
 
     Token t goes to rank t mod ranks, which spreads cheap prompts and expensive completions evenly.
@@ -93,7 +93,7 @@ class Deal:
     """The ranks; None: this rank has all tokens."""
 
     @classmethod
-    def of(cls, count: int, group: ProcessGroup | None = None, multiple: int = 1) -> Deal:
+    def of(cls, count: int, group: ProcessGroup | None = None, multiple: int = 1) -> TokenSharing:
         """Divide `count` tokens among the ranks of `group`, by multiples of `multiple`."""
         rank, ranks = (0, 1) if group is None else (group.rank(), group.size())
         rows = -(-count // (ranks * multiple)) * multiple

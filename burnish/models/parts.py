@@ -19,7 +19,7 @@ from burnish.models.names import Region
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class ShardRule:
     """The indices along one dim of a parameter that a rank holds."""
 
     dim: int
@@ -28,7 +28,7 @@ class Cut:
     """Runs of indices: one, or one of each of several tensors that the parameter joins along the dim."""
 
     @classmethod
-    def of(cls, size: int, dim: int, rank: int, ranks: int, joined: int = 1) -> Cut:
+    def of(cls, size: int, dim: int, rank: int, ranks: int, joined: int = 1) -> ShardRule:
         """Return a rank's part of `size` indices that join `joined` equal tensors."""
         each = size // joined
         start, stop = each * rank // ranks, each * (rank + 1) // ranks
@@ -41,7 +41,7 @@ class Cut:
         )
 
 
-def cut_regions(regions: Iterable[Region], cuts: Mapping[str, Cut]) -> tuple[Region, ...]:
+def cut_regions(regions: Iterable[Region], cuts: Mapping[str, ShardRule]) -> tuple[Region, ...]:
     """Return the checkpoint tensors that this rank holds, as boxes of the cut parameters."""
     found: list[Region] = []
     for region in regions:
@@ -50,7 +50,7 @@ def cut_regions(regions: Iterable[Region], cuts: Mapping[str, Cut]) -> tuple[Reg
     return tuple(found)
 
 
-def _parts(region: Region, cut: Cut) -> Iterator[Region]:
+def _parts(region: Region, cut: ShardRule) -> Iterator[Region]:
     first, size = region.box.offsets[cut.dim], region.box.sizes[cut.dim]
     held = 0  # where the span begins in the cut parameter
     for span in cut.spans:

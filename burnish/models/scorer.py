@@ -18,10 +18,10 @@ from transformers import PretrainedConfig, PreTrainedModel
 from burnish.errors import IncompatibleError
 from burnish.families import family_of
 from burnish.models.flops import Passed
-from burnish.models.kernels.attention import Attends, PackedLayout
+from burnish.models.kernels.attention import PackedAttention, PackedLayout
 from burnish.models.logprobs import LogitTransform, LogprobOptions, token_logprobs
 from burnish.models.meta_init import has_value_head, position_limit
-from burnish.models.packing import Deal, PrefixTree, RowMap, on_device
+from burnish.models.packing import PrefixTree, RowMap, TokenSharing, on_device
 from burnish.records import TokenOutputs
 
 
@@ -104,7 +104,7 @@ class ScoringPlan:
     """[C] int64."""
     positions: Tensor
     """[C] int64, from 0 in every sequence."""
-    packing: Attends
+    packing: PackedAttention
     """Attention between computed tokens."""
     predictors: RowMap
     """[N], the computed token from which each prediction is made."""
@@ -120,7 +120,7 @@ class ScoringPlan:
     """Which computed token stands for each of the T."""
     lengths: tuple[int, ...]
     """Tokens of each sequence."""
-    deal: Deal
+    deal: TokenSharing
     """The computed tokens of each rank."""
     passed: Passed
     """Counts over all ranks that share these tokens."""
@@ -144,7 +144,7 @@ class ScoringPlan:
         lengths = cu_seqlens.diff().tolist()
         ids = input_ids.numpy()
         tree = PrefixTree.of(ids, lengths)
-        deal = Deal.of(len(tree.computed), group, multiple)
+        deal = TokenSharing.of(len(tree.computed), group, multiple)
         packing = PackedLayout.of_tree(tree, lengths, device)
         scored = scored_tokens(cu_seqlens, loss_mask).numpy()
         predicted, first = np.unique(tree.rows[scored], return_index=True)
@@ -178,7 +178,7 @@ class ScoringPlan:
         return values.new_zeros(len(self.tree.rows)).index_copy(0, self.scored, taken)
 
 
-def attention_of_part(packing: Attends, deal: Deal) -> Attends:
+def attention_of_part(packing: PackedAttention, deal: TokenSharing) -> PackedAttention:
     """Return attention for this rank's tokens from that for all."""
     if deal.group is None and deal.rows == deal.count:
         return packing

@@ -41,7 +41,7 @@ class Sampling:
     """Whether completions record the experts of their tokens."""
 
 
-class Underway(NamedTuple):
+class RunningRequest(NamedTuple):
     """A running request, with its partial completions."""
 
     sampling: Sampling
@@ -66,7 +66,7 @@ class Generator(Protocol):
     def load_weights(self, weights: Publication, version: int) -> None:
         """Copy weights from every rank's shards, frozen ones only once, so always from one engine. Collective."""
 
-    def so_far(self) -> list[Underway]:
+    def so_far(self) -> list[RunningRequest]:
         """Return the partial completions of a running `generate`. In one process, call it from `watch`."""
         return []
 

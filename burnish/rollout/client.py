@@ -30,7 +30,7 @@ from burnish.errors import BurnishError, UsageError
 from burnish.files.strict_json import clipped
 from burnish.records import Completion, Request
 from burnish.rollout import messages
-from burnish.rollout.base import Sampling, Underway, Watch
+from burnish.rollout.base import RunningRequest, Sampling, Watch
 from burnish.rollout.connections import PacedResponse, connection_to
 
 log = logging.getLogger("burnish")
@@ -139,7 +139,7 @@ class Server:
                 message, requests, sampling, version, self.vocabulary, in_flight=in_flight
             )
 
-    def so_far(self, owner: str) -> list[Underway]:
+    def so_far(self, owner: str) -> list[RunningRequest]:
         """Return the partial completions for `owner`."""
         with self.losing(), ExitStack() as stack:
             connection = stack.enter_context(closing(self._connection(_TOLD_SECONDS)))
@@ -152,7 +152,7 @@ class Server:
             groups = messages.read_completions(
                 message, requests, sampling, version, known, in_flight=True, partial=True
             )
-            return [Underway(sampling, *each) for each in zip(requests, groups, strict=True)]
+            return [RunningRequest(sampling, *each) for each in zip(requests, groups, strict=True)]
 
     def hang_up(self) -> None:
         """End `complete` from another thread."""
@@ -245,7 +245,7 @@ class ServedGenerator:
         self._owner = from_main(secrets.token_hex(8), layout)  # evaluations may share the servers
         self._gather: Gather | None = None
         self._version: int | None = None
-        self._ended: list[Underway] = []
+        self._ended: list[RunningRequest] = []
 
     def generate(
         self, requests: Sequence[Request], sampling: Sampling, watch: Watch | None = None
@@ -296,7 +296,7 @@ class ServedGenerator:
                     )
                     found.update(zip(share, groups, strict=True))
                     whole = zip(mine, groups, strict=True)
-                    self._ended.extend(Underway(sampling, *each) for each in whole)
+                    self._ended.extend(RunningRequest(sampling, *each) for each in whole)
             except ServerLost as error:
                 shares.appendleft(share)
                 if not interrupted.is_set():
@@ -315,10 +315,10 @@ class ServedGenerator:
             raise errors[0]
         return found
 
-    def so_far(self) -> list[Underway]:
+    def so_far(self) -> list[RunningRequest]:
         """See `Generator.so_far`. Any thread may call it. It skips silent servers."""
 
-        def told(server: Server) -> list[Underway]:
+        def told(server: Server) -> list[RunningRequest]:
             try:
                 return server.so_far(self._owner)
             except (ServerLost, BurnishError) as error:

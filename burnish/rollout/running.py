@@ -12,7 +12,7 @@ import numpy as np
 
 from burnish.errors import UsageError
 from burnish.records import Completion, Experts, Floats, Request, StopReason
-from burnish.rollout.base import Sampling, Underway, Watch, require_valid
+from burnish.rollout.base import RunningRequest, Sampling, Watch, require_valid
 from burnish.rollout.builtin.sampling import stream_key
 
 R = TypeVar("R", bound="Running")
@@ -162,7 +162,7 @@ class LocalGenerator(ABC, Generic[R]):
         self._eos_token_ids, self._decode = tuple(eos_token_ids), decode
         self._max_positions, self._records_experts = max_positions, experts
         self._version: int | None = None
-        self._underway: Callable[[], list[Underway]] = list
+        self._underway: Callable[[], list[RunningRequest]] = list
 
     def generate(
         self, requests: Sequence[Request], sampling: Sampling, watch: Watch | None = None
@@ -184,12 +184,12 @@ class LocalGenerator(ABC, Generic[R]):
         asked = time.time()
         groups = [_started(request, sampling, self._maker(request)) for request in requests]
 
-        def so_far() -> list[Underway]:
+        def so_far() -> list[RunningRequest]:
             found = [
                 [each.completion(*self._logprobs(each), asked) for each in group]
                 for group in groups
             ]
-            return [Underway(sampling, *each) for each in zip(requests, found, strict=True)]
+            return [RunningRequest(sampling, *each) for each in zip(requests, found, strict=True)]
 
         self._underway = so_far
         try:
@@ -198,7 +198,7 @@ class LocalGenerator(ABC, Generic[R]):
             self._underway = list
         return [each.completions for each in so_far()]
 
-    def so_far(self) -> list[Underway]:
+    def so_far(self) -> list[RunningRequest]:
         """See `Generator.so_far`."""
         return self._underway()
 

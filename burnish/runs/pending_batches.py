@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from burnish.checkpoint.manifest import AHEAD
-from burnish.checkpoint.steps import Committed
+from burnish.checkpoint.steps import CommittedStep
 from burnish.errors import IncompatibleError
 from burnish.files.safetensors import build_header, header_size, parse_header
 from burnish.files.strict_json import clipped, parse_json
@@ -53,7 +53,7 @@ def ahead_files(
 
 
 def read_ahead(
-    step: Committed, files: Mapping[str, bytes]
+    step: CommittedStep, files: Mapping[str, bytes]
 ) -> tuple[tuple[DrawnBatch, ...], dict[SampleKey, Completion]]:
     """Return pending batches and begun completions from a step's files.
 
@@ -147,7 +147,7 @@ def _safetensors(arrays: Mapping[str, Array]) -> bytes:
     return b"".join([build_header(described, {})[0], *(each.tobytes() for each in arrays.values())])
 
 
-def _batch(number: int, step: Committed, lines: bytes, tensors: bytes) -> DrawnBatch:
+def _batch(number: int, step: CommittedStep, lines: bytes, tensors: bytes) -> DrawnBatch:
     paths = [step.path / path for path in _paths(number)]
     groups = [parse_json(line, str(paths[0])) for line in lines.splitlines()]
     arrays = _arrays(paths[1], tensors)
@@ -186,7 +186,7 @@ def _batch(number: int, step: Committed, lines: bytes, tensors: bytes) -> DrawnB
 
 
 def _partial(
-    number: int, step: Committed, files: Mapping[str, bytes]
+    number: int, step: CommittedStep, files: Mapping[str, bytes]
 ) -> dict[SampleKey, Completion]:
     lines, tensors = _paths(number, "partial")
     told = [parse_json(line, str(step.path / lines)) for line in files[lines].splitlines()]

@@ -23,7 +23,7 @@ from burnish.checkpoint.load import CheckpointSource
 from burnish.checkpoint.manifest import AHEAD
 from burnish.checkpoint.retention import require_measured
 from burnish.checkpoint.save import Contents
-from burnish.checkpoint.steps import Committed, step_name
+from burnish.checkpoint.steps import CommittedStep, step_name
 from burnish.config.resume import digest
 from burnish.data.loader import State
 from burnish.distributed.collectives import agree, from_main, same_on_all_ranks
@@ -423,7 +423,7 @@ class Run:
             arena=main.engine.arena,
         )
 
-    def _load(self, step: Committed, source: CheckpointSource) -> None:
+    def _load(self, step: CommittedStep, source: CheckpointSource) -> None:
         """Load models and state from a step, if all of it fits."""
         pending: Sequence[DrawnBatch] = ()
         partial: Mapping[SampleKey, Completion] = {}

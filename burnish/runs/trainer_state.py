@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from burnish.checkpoint.write_plan import MAIN
 from burnish.checkpoint.load import CheckpointSource
 from burnish.checkpoint.manifest import ADAPTER_STATE, IMPORTED, STATE
-from burnish.checkpoint.steps import Committed
+from burnish.checkpoint.steps import CommittedStep
 from burnish.config.schema import AlgorithmConfig, RewardFunctionConfig
 from burnish.data.tasks import ExampleDataset, Mixture, PromptDataset
 from burnish.engines.base import Engine, Part
@@ -204,7 +204,7 @@ def state_json(
     )
 
 
-def read_state(step: Committed) -> TrainerState:
+def read_state(step: CommittedStep) -> TrainerState:
     """Return a step's trainer state. Raises `IncompatibleError` for state that no trainer writes."""
     if IMPORTED in step.state:
         raise IncompatibleError(
@@ -237,7 +237,7 @@ def read_state(step: Committed) -> TrainerState:
 
 
 def restore(
-    step: Committed,
+    step: CommittedStep,
     source: CheckpointSource,
     learners: Mapping[str, Learner],
     fingerprints: Fingerprints,

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from burnish.checkpoint.manifest import COMMIT
 from burnish.checkpoint.steps import (
-    Committed,
+    CommittedStep,
     open_step,
     require_healthy,
     step_number,
@@ -51,7 +51,7 @@ class Intact:
             self._seen.add(place)
 
 
-def _step_of(directory: Path) -> Committed | None:
+def _step_of(directory: Path) -> CommittedStep | None:
     """Return the step whose `model/` or `ROLE/model/` is `directory`, with only those files."""
     for path in directory.parents[:2]:
         if step_number(path.name) is not None and (path / COMMIT).is_file():
@@ -62,7 +62,7 @@ def _step_of(directory: Path) -> Committed | None:
     return None
 
 
-def _read_share(step: Committed, layout: Layout, progress: Progress) -> None:
+def _read_share(step: CommittedStep, layout: Layout, progress: Progress) -> None:
     names = sorted(step.manifest.files)[layout.local_rank :: layout.local_world]
     sizes = {name: step.manifest.files[name].size / _MEGA for name in names}
     with progress.phase("check the model", sum(sizes.values())) as bar:

@@ -23,7 +23,7 @@ from burnish.checkpoint.write_plan import (
     MOST_BLOCKS,
     Parts,
     SpanTable,
-    Stored,
+    StoredTensor,
     block_bytes_for,
     groups_of,
     owners,
@@ -35,7 +35,7 @@ from burnish.files.safetensors import DTYPE_BITS
 
 stored = st.lists(
     st.builds(
-        Stored,
+        StoredTensor,
         st.sampled_from(["model", "exp_avg", "critic/model", "critic/exp_avg"]),
         st.text("abc.01", min_size=1, max_size=5),
         st.sampled_from(sorted(TORCH_DTYPES)),
@@ -101,7 +101,7 @@ def test_blocks_are_small_where_tensors_are(sizes, block_bytes):
 
 @given(st.lists(st.integers(1, 8 << 12), max_size=30), st.sampled_from([4096, 16384]))
 def test_tensors_begin_where_blocks_do_as_far_as_their_sizes_allow(sizes, align):
-    tensors = [Stored("exp_avg", str(n), "U8", (size,)) for n, size in enumerate(sizes)]
+    tensors = [StoredTensor("exp_avg", str(n), "U8", (size,)) for n, size in enumerate(sizes)]
     files, _ = plan_files(tensors, align=align)
     is_large = sum(sizes) >= 32 * align
     for file in files:
@@ -159,13 +159,13 @@ def test_the_order_of_tensors_does_not_matter(tensors):
 
 
 def test_one_file_has_the_plain_name_and_no_index():
-    files, indices = plan_files([Stored("model", "w", "BF16", (4,))])
+    files, indices = plan_files([StoredTensor("model", "w", "BF16", (4,))])
     assert [file.path for file in files] == ["model/model.safetensors"]
     assert indices == {}
 
 
 def test_many_files_have_numbers_and_an_index():
-    tensors = [Stored("model", name, "F32", (1000,)) for name in "abc"]
+    tensors = [StoredTensor("model", name, "F32", (1000,)) for name in "abc"]
     files, indices = plan_files(tensors, max_file_bytes=8000)
     names = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
     assert [file.path for file in files] == [f"model/{name}" for name in names]

@@ -16,7 +16,7 @@ from burnish.checkpoint import write_plan as planning
 from burnish.checkpoint.manager import Checkpoints
 from burnish.checkpoint.retention import Retention
 from burnish.checkpoint.save import Saver
-from burnish.checkpoint.write_plan import Disks, Outline
+from burnish.checkpoint.write_plan import DiskAssignment, Outline
 from burnish.distributed.layout import Layout
 from burnish.errors import BurnishError
 from burnish.files.storage import LocalStorage
@@ -28,7 +28,7 @@ def pieces(*names, dtype=torch.float32):
 
 def planner(layout=None):
     layout = layout or Layout()
-    return Saver(Path("unused"), layout, Disks.one(layout.world), LocalStorage())
+    return Saver(Path("unused"), layout, DiskAssignment.one(layout.world), LocalStorage())
 
 
 def test_the_same_pieces_have_the_same_plan():
@@ -67,7 +67,7 @@ def test_sections_have_every_block_once_and_all_ranks_write_equally_many(most):
         )
         for rank in range(world)
     ]
-    disks = Disks.one(world)
+    disks = DiskAssignment.one(world)
     outline = Outline.of([table.tensors for table in have], [""], disks)
     sections, count = outline.sections(world, most), len(outline.blocks.file)
     assert len({(each.turn, each.turns) for each in sections}) == {1: 1, 2: 1, 512: 4}[most]

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from burnish.checkpoint.retention import (
-    Facts,
     Retention,
+    StepFacts,
     best,
     completed,
     holding_pins,
@@ -20,12 +20,12 @@ from burnish.config.schema import KeepBestConfig
 from burnish.files.storage import LocalStorage
 
 MIXED = [
-    Facts(10, True, {"val/loss": 3.0, "val/reward": 0.1}),
-    Facts(20, True, {"val/loss": 1.0}),
-    Facts(30, False, {"val/loss": 0.0, "val/reward": 9.0}),
-    Facts(40, True, {"val/loss": 1.0, "val/reward": 0.3}),
-    Facts(50, True, {"val/loss": "NaN", "val/reward": True}),
-    Facts(60, True),
+    StepFacts(10, True, {"val/loss": 3.0, "val/reward": 0.1}),
+    StepFacts(20, True, {"val/loss": 1.0}),
+    StepFacts(30, False, {"val/loss": 0.0, "val/reward": 9.0}),
+    StepFacts(40, True, {"val/loss": 1.0, "val/reward": 0.3}),
+    StepFacts(50, True, {"val/loss": "NaN", "val/reward": True}),
+    StepFacts(60, True),
 ]
 
 
@@ -41,7 +41,7 @@ def test_best():
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_what_is_not_finite_is_never_best(value):
-    steps = [Facts(1, True, {"m": value}), Facts(2, True, {"m": 1.0})]
+    steps = [StepFacts(1, True, {"m": value}), StepFacts(2, True, {"m": 1.0})]
     assert best(steps, kept_best("m", "max")) == best(steps, kept_best("m", "min")) == {2}
 
 
@@ -54,7 +54,7 @@ FACTS = st.dictionaries(
     st.tuples(st.booleans(), st.none() | st.integers(-3, 3)),
 ).map(
     lambda found: [
-        Facts(step, healthy, {} if value is None else {"m": value})
+        StepFacts(step, healthy, {} if value is None else {"m": value})
         for step, (healthy, value) in found.items()
     ]
 )
@@ -96,7 +96,7 @@ def test_what_was_decided_stays_decided(steps, policy):
 @given(FACTS, POLICIES, st.integers(0, 40))
 def test_an_unhealthy_step_evicts_nothing(steps, policy, step):
     others = [each for each in steps if each.step != step]
-    with_it = policy.outlived([*others, Facts(step, False, {"m": 99})])
+    with_it = policy.outlived([*others, StepFacts(step, False, {"m": 99})])
     assert set(with_it) - {step} == set(policy.outlived(others))
 
 
@@ -153,7 +153,7 @@ def test_a_best_step_that_is_damaged_is_not_best(tmp_path, caplog):
 
 
 def test_later_steps_know_of_validations_that_came_after_the_save():
-    later = Facts(60, True, {"m": 2.0}, {"50": {"m": 9.0}, "40": "what?", "10": {"m": 1.0}})
-    steps = completed([Facts(40), Facts(50), later])
+    later = StepFacts(60, True, {"m": 2.0}, {"50": {"m": 9.0}, "40": "what?", "10": {"m": 1.0}})
+    steps = completed([StepFacts(40), StepFacts(50), later])
     assert [each.measured for each in steps] == [{}, {"m": 9.0}, {"m": 2.0}]
     assert best(steps, kept_best("m", "max")) == {50}

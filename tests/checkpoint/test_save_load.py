@@ -31,7 +31,7 @@ from burnish.checkpoint import write_plan as planning
 from burnish.checkpoint.load import CheckpointSource
 from burnish.checkpoint.manager import Checkpoints
 from burnish.checkpoint.steps import newest, open_step, verify
-from burnish.checkpoint.write_plan import MAIN, Disks, WritePlan
+from burnish.checkpoint.write_plan import MAIN, DiskAssignment, WritePlan
 from burnish.distributed.layout import Layout
 from burnish.distributed.processes import in_groups
 from burnish.errors import BurnishError, CorruptError, IncompatibleError, MissingError
@@ -55,7 +55,7 @@ def save_in_sections(layout, root):
         (shard.spec._replace(name=f"model/{shard.spec.name}"), shard.box)
         for shard in shards_of(weights, layout)
     )
-    disks = Disks.one(layout.world)
+    disks = DiskAssignment.one(layout.world)
     plan = WritePlan.together(pieces, [MAIN], layout, disks)
     at_once = WritePlan.together(pieces, [MAIN], replace(layout, groups=()), disks)
     parts = (number for moves in plan.share.moves for number in moves.own)

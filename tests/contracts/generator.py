@@ -29,7 +29,7 @@ from transformers import (
 from burnish.errors import UsageError
 from burnish.models.names import model_shards
 from burnish.records import Completion, Request
-from burnish.rollout.base import Generator, Sampling, Underway
+from burnish.rollout.base import Generator, RunningRequest, Sampling
 
 
 def make_requests(
@@ -214,7 +214,7 @@ class GeneratorContract:
         return self.make(model)  # type: ignore[return-value]
 
     def test_what_it_has_so_far_is_the_beginning_of_the_whole(self) -> None:
-        sampling, heard = Sampling(12, seed=4), list[list[Underway]]()
+        sampling, heard = Sampling(12, seed=4), list[list[RunningRequest]]()
         generator = self.make_in_flight(self.model())
         assert generator.so_far() == []
         requests = make_requests()

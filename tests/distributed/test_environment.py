@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from burnish.distributed.environment import Place, place_of
+from burnish.distributed.environment import RankPlace, place_of
 from burnish.distributed.layout import Layout
 from burnish.errors import UsageError
 
@@ -34,11 +34,11 @@ SLURM = {
 
 
 def test_nobody_started_it():
-    assert place_of({"HOME": "/root"}) == Place(Layout(0, 1, 0, 1))
+    assert place_of({"HOME": "/root"}) == RankPlace(Layout(0, 1, 0, 1))
 
 
 def test_torchrun():
-    assert place_of(TORCHRUN) == Place(
+    assert place_of(TORCHRUN) == RankPlace(
         Layout(3, 4, 1, 2), "head", 29500, agent_store=True, attempt=2
     )
 
@@ -50,11 +50,11 @@ def test_torchrun_wins_over_slurm():
 def test_started_by_hand_without_sizes_of_the_machine():
     environ = {name: TORCHRUN[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     place = place_of(environ | {"MASTER_ADDR": "[fd00::2]", "MASTER_PORT": "1"})
-    assert place == Place(Layout(3, 4, 1, 1), "fd00::2", 1)
+    assert place == RankPlace(Layout(3, 4, 1, 1), "fd00::2", 1)
 
 
 def test_a_world_of_one_needs_no_address():
-    assert place_of({"RANK": "0", "WORLD_SIZE": "1"}) == Place(Layout(0, 1, 0, 1))
+    assert place_of({"RANK": "0", "WORLD_SIZE": "1"}) == RankPlace(Layout(0, 1, 0, 1))
 
 
 def test_slurm():
@@ -88,7 +88,7 @@ def test_slurm_device_of_its_own():
 
 def test_a_batch_script_without_srun_is_one_process():
     batch = {"SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_LOCALID": "0", "SLURM_JOB_ID": "1"}
-    assert place_of(batch) == Place(Layout())
+    assert place_of(batch) == RankPlace(Layout())
 
 
 @pytest.mark.parametrize(

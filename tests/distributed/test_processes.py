@@ -28,7 +28,7 @@ from burnish.distributed.device import (
     total_memory,
     used_memory,
 )
-from burnish.distributed.environment import Place
+from burnish.distributed.environment import RankPlace
 from burnish.distributed.layout import Layout
 from burnish.distributed.processes import Mesh, backend_of, process_group, raise_descriptors
 from burnish.errors import BurnishError, UsageError
@@ -52,7 +52,7 @@ def test_rank_0_says_for_whom_it_waits(monkeypatch, caplog):
 
 
 def test_a_lone_process_has_a_group_and_a_mesh():
-    with process_group(CPU, 5, Place(Layout())) as layout:
+    with process_group(CPU, 5, RankPlace(Layout())) as layout:
         assert layout == Layout(0, 1, 0, 1)
         assert init_device_mesh("cpu", (1,)).size() == 1
         ones = torch.ones(2)
@@ -74,7 +74,7 @@ def test_a_backend_without_a_settable_timeout_has_a_mesh():
 
 def test_the_group_is_destroyed_after_an_error_that_passes_unchanged():
     error = KeyError("mine")
-    with pytest.raises(KeyError) as raised, process_group(CPU, 5, Place(Layout())):
+    with pytest.raises(KeyError) as raised, process_group(CPU, 5, RankPlace(Layout())):
         raise error
     assert raised.value is error
     assert not dist.is_initialized()
@@ -173,7 +173,7 @@ def test_slurm_tasks_meet():
 
 def test_a_rank_that_does_not_come_is_named():
     store = dist.TCPStore("127.0.0.1", 0, 3, True, timedelta(seconds=20), wait_for_workers=False)
-    place = Place(Layout(1, 3, 1, 3), "127.0.0.1", store.port, agent_store=True)
+    place = RankPlace(Layout(1, 3, 1, 3), "127.0.0.1", store.port, agent_store=True)
     with (
         pytest.raises(BurnishError, match=r" 3 ranks.*\n.* 0, 2"),
         process_group(CPU, 0.5, place),
@@ -200,7 +200,7 @@ def test_descriptors_are_raised_as_far_as_the_system_allows():
 def test_a_port_that_is_taken_is_named():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        place = Place(Layout(0, 2, 0, 2), "127.0.0.1", port)
+        place = RankPlace(Layout(0, 2, 0, 2), "127.0.0.1", port)
         with (
             pytest.raises(BurnishError, match=f"127.0.0.1 port {port}"),
             process_group(CPU, 2, place),
@@ -210,7 +210,7 @@ def test_a_port_that_is_taken_is_named():
 
 def test_a_meeting_point_that_is_not_there_is_named():
     port = free_port()
-    place = Place(Layout(1, 2, 1, 2), "127.0.0.1", port)
+    place = RankPlace(Layout(1, 2, 1, 2), "127.0.0.1", port)
     with (
         pytest.raises(BurnishError, match=f"127.0.0.1 port {port}"),
         process_group(CPU, 1, place),

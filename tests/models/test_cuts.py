@@ -8,14 +8,14 @@ from tiny import tiny_config
 
 from burnish.models.meta_init import build_on_meta
 from burnish.models.names import regions
-from burnish.models.parts import Cut, cut_regions
+from burnish.models.parts import ShardRule, cut_regions
 
 SIZES = st.integers(1, 12)
 
 
 @given(st.integers(0, 30), st.integers(1, 5), st.integers(1, 3))
 def test_ranks_hold_every_index_once(size: int, ranks: int, joined: int) -> None:
-    cuts = [Cut.of(size * joined, 0, rank, ranks, joined) for rank in range(ranks)]
+    cuts = [ShardRule.of(size * joined, 0, rank, ranks, joined) for rank in range(ranks)]
     held = [index for cut in cuts for span in cut.spans for index in span]
     assert sorted(held) == list(range(size * joined))
     for cut in cuts:
@@ -31,7 +31,7 @@ def test_the_parts_put_together_are_the_whole(
     whole = torch.arange(rows * columns * joined).view(shape)
     built = torch.full_like(whole, -1)
     for rank in range(ranks):
-        cut = Cut.of(shape[dim], dim, rank, ranks, joined)
+        cut = ShardRule.of(shape[dim], dim, rank, ranks, joined)
         indices = torch.tensor([index for span in cut.spans for index in span], dtype=torch.int64)
         built.index_copy_(dim, indices, cut.of_tensor(whole))
     assert torch.equal(built, whole)
@@ -46,7 +46,7 @@ def test_regions_of_fused_experts(ranks: int) -> None:
     assert len(numbered) == 8
     found = {key: torch.full((24, 32), -1) for key in numbered}
     for rank in range(ranks):
-        cut = Cut.of(48, 1, rank, ranks, joined=2)
+        cut = ShardRule.of(48, 1, rank, ranks, joined=2)
         parameter = torch.cat(
             [
                 torch.stack([torch.arange(24 * 32).view(24, 32)] * 4)[:, span.start % 24 :][
@@ -69,6 +69,6 @@ def test_regions_of_fused_experts(ranks: int) -> None:
 
 def test_what_a_rank_holds_nothing_of_is_left_out() -> None:
     whole = regions(build_on_meta(tiny_config("llama")))
-    nothing = Cut(0, (range(0),))
+    nothing = ShardRule(0, (range(0),))
     kept = cut_regions(whole, {"lm_head.weight": nothing})
     assert {r.name for r in whole} - {r.name for r in kept} == {"lm_head.weight"}

@@ -12,7 +12,7 @@ from transformers import PretrainedConfig
 
 from burnish.boxes.box import Box, whole
 from burnish.errors import IncompatibleError
-from burnish.models.megatron_names import Seat, regions_of, stacked
+from burnish.models.megatron_names import MegatronSlot, regions_of, stacked
 from burnish.models.meta_init import build_on_meta, model_sizes
 from burnish.models.names import model_shards, tensor_specs
 
@@ -27,7 +27,7 @@ def checkpoint(family: str, **changes: object) -> dict[str, Tensor]:
 
 
 def fused(
-    held: Mapping[str, Tensor], config: PretrainedConfig, seat: Seat
+    held: Mapping[str, Tensor], config: PretrainedConfig, seat: MegatronSlot
 ) -> Iterator[tuple[str, Tensor]]:
     """A rank's Megatron parameters as its layers lay them out, by hand from the checkpoint's tensors."""
 
@@ -97,7 +97,7 @@ def test_parameters_of_all_ranks_are_the_checkpoint(family: str, ranks: int) -> 
     held, sizes = checkpoint(family), model_sizes(config)
     built: dict[str, Tensor] = {}
     for rank in range(ranks):
-        seat = Seat(rank, ranks)
+        seat = MegatronSlot(rank, ranks)
         for parameter, tensor in fused(held, config, seat):
             for region in regions_of(parameter, tuple(tensor.shape), sizes, seat, seat):
                 whole = built.setdefault(region.name, torch.full(region.shape, torch.nan))
@@ -116,7 +116,9 @@ def test_experts_of_one_parameter_are_boxes_of_it() -> None:
     """Gate above up of one expert after the other, in a parameter that a rank shares with another."""
     sizes = model_sizes(tiny_config("qwen3_moe"))
     names = [f"decoder.layers.0.mlp.experts.local_experts.{n}.linear_fc1.weight" for n in (2, 3)]
-    parts = [regions_of(name, (24, 32), sizes, Seat(), Seat(1, 2)) for name in names]
+    parts = [
+        regions_of(name, (24, 32), sizes, MegatronSlot(), MegatronSlot(1, 2)) for name in names
+    ]
     found = {region.name: region for region in stacked(parts)}
     up = found["model.layers.0.mlp.experts.3.up_proj.weight"]
     assert (up.box.offsets, up.box.sizes, up.dims) == ((1, 12, 0), (1, 12, 32), (1, 2))
@@ -131,7 +133,7 @@ def test_experts_of_one_parameter_are_boxes_of_it() -> None:
 def test_experts_are_cut_by_their_own_seat() -> None:
     sizes = model_sizes(tiny_config("qwen3_moe"))
     name = "decoder.layers.5.mlp.experts.local_experts.3.linear_fc2.weight"
-    (region,) = regions_of(name, (32, 12), sizes, Seat(0, 4), Seat(1, 2))
+    (region,) = regions_of(name, (32, 12), sizes, MegatronSlot(0, 4), MegatronSlot(1, 2))
     assert region.name == "model.layers.5.mlp.experts.3.down_proj.weight"
     assert region.shape == (32, 24)
     assert region.start == (0, 12)
@@ -140,8 +142,11 @@ def test_experts_are_cut_by_their_own_seat() -> None:
 def test_a_rank_of_padding_alone_holds_nothing() -> None:
     sizes = model_sizes(tiny_config("llama"))
     name = "embedding.word_embeddings.weight"
-    assert regions_of(name, (50, 32), sizes, Seat(1, 3), Seat())[0].box.sizes == (47, 32)
-    assert regions_of(name, (50, 32), sizes, Seat(2, 3), Seat()) == ()
+    assert regions_of(name, (50, 32), sizes, MegatronSlot(1, 3), MegatronSlot())[0].box.sizes == (
+        47,
+        32,
+    )
+    assert regions_of(name, (50, 32), sizes, MegatronSlot(2, 3), MegatronSlot()) == ()
 
 
 @pytest.mark.parametrize(
@@ -154,4 +159,4 @@ def test_a_rank_of_padding_alone_holds_nothing() -> None:
 )
 def test_an_unknown_parameter_is_refused_by_name(name: str) -> None:
     with pytest.raises(IncompatibleError, match=name):
-        regions_of(name, (8, 8), model_sizes(tiny_config("llama")), Seat(), Seat())
+        regions_of(name, (8, 8), model_sizes(tiny_config("llama")), MegatronSlot(), MegatronSlot())

@@ -19,7 +19,7 @@ from burnish.boxes.box import whole
 from burnish.errors import IncompatibleError, UsageError
 from burnish.models.meta_init import build_on_meta, materialize, router_sizes
 from burnish.models.names import model_shards
-from burnish.models.packing import Deal, PrefixTree
+from burnish.models.packing import PrefixTree, TokenSharing
 from burnish.models.routing import (
     Routing,
     _Router,
@@ -167,7 +167,7 @@ def test_rows_have_the_experts_of_a_token_that_they_are(
     lengths = [len(each) for each in sequences]
     tree = PrefixTree.of(np.concatenate(sequences), lengths)
     count = len(tree.computed)
-    deals = [Deal(rank, ranks, count, -(-count // ranks)) for rank in range(ranks)]
+    deals = [TokenSharing(rank, ranks, count, -(-count // ranks)) for rank in range(ranks)]
     tokens = torch.arange(sum(lengths))[:, None]
     found = [SimpleNamespace(tree=tree, lengths=tuple(lengths), deal=deal) for deal in deals]
     weights = torch.stack([row_weights(plan, CPU) for plan in found], dim=1).flatten()

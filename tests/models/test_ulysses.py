@@ -12,7 +12,7 @@ from burnish.distributed.layout import Layout
 from burnish.distributed.processes import Mesh
 from burnish.models.kernels.attention import PackedLayout, Softmax
 from burnish.models.kernels.ulysses import Ulysses, _repeats
-from burnish.models.packing import Deal
+from burnish.models.packing import TokenSharing
 from burnish.models.scorer import attention_of_part
 
 CPU = torch.device("cpu")
@@ -21,9 +21,9 @@ WIDTH = 8
 COUNTS = st.integers(0, 40)
 
 
-def deals(count: int, ranks: int, multiple: int) -> list[Deal]:
+def deals(count: int, ranks: int, multiple: int) -> list[TokenSharing]:
     rows = -(-count // (ranks * multiple)) * multiple
-    return [Deal(rank, ranks, count, rows) for rank in range(ranks)]
+    return [TokenSharing(rank, ranks, count, rows) for rank in range(ranks)]
 
 
 @given(COUNTS, st.integers(1, 5), st.integers(1, 3))
@@ -40,7 +40,7 @@ def test_every_token_is_dealt_once(count: int, ranks: int, multiple: int) -> Non
 
 
 def test_alone_nothing_is_divided() -> None:
-    deal = Deal.of(7)
+    deal = TokenSharing.of(7)
     assert (deal.rank, deal.ranks, deal.rows) == (0, 1, 7)
     packing = PackedLayout.of(LENGTHS, CPU)
     assert attention_of_part(packing, deal) is packing
@@ -80,7 +80,7 @@ def attend_rank(layout: Layout, cases: list[tuple[int, int, int | None]]) -> lis
     group = Mesh.of(Layout(layout.rank, layout.world, sequence=layout.world), 1, CPU).sequence
     found = []
     for heads, key_heads, window in cases:
-        deal = Deal.of(sum(LENGTHS), group)
+        deal = TokenSharing.of(sum(LENGTHS), group)
         packing = attention_of_part(PackedLayout.of(LENGTHS, CPU), deal)
         assert isinstance(packing, Ulysses)
         rows = torch.from_numpy(deal.mine(np.arange(sum(LENGTHS))))

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from burnish.distributed.layout import Layout
 from burnish.distributed.processes import Mesh
 from burnish.models.logprobs import LogitTransform, LogprobOptions, token_logprobs
-from burnish.models.parts import Cut, VocabularyPart
+from burnish.models.parts import ShardRule, VocabularyPart
 
 CPU = torch.device("cpu")
 VOCAB, WIDTH, TOKENS, RANKS = 11, 6, 9, 3
@@ -32,7 +32,7 @@ def inputs() -> tuple[Tensor, Tensor, Tensor, Tensor]:
 def part_of(layout: Layout) -> VocabularyPart:
     group = Mesh.of(Layout(layout.rank, layout.world, tensor=layout.world), 1, CPU).tensor
     assert group is not None
-    return VocabularyPart(Cut.of(VOCAB, 0, layout.rank, layout.world).spans[0], group)
+    return VocabularyPart(ShardRule.of(VOCAB, 0, layout.rank, layout.world).spans[0], group)
 
 
 def score(options: LogprobOptions, part: VocabularyPart | None = None) -> list[Tensor]:

@@ -35,7 +35,7 @@ from burnish.errors import BurnishError, MissingError, UsageError
 from burnish.models.names import model_shards
 from burnish.records import Completion, Request
 from burnish.rollout import messages
-from burnish.rollout.base import Sampling, Underway
+from burnish.rollout.base import RunningRequest, Sampling
 from burnish.rollout.builtin.forward import InferenceModel
 from burnish.rollout.builtin.generator import BuiltinGenerator
 from burnish.rollout.client import ServedGenerator, Server, ServerLost
@@ -434,7 +434,7 @@ class Late(Leisurely):
 
     may_tell: Callable[[], bool]
 
-    def so_far(self) -> list[Underway]:
+    def so_far(self) -> list[RunningRequest]:
         until(self.may_tell)
         return super().so_far()
 

@@ -20,14 +20,14 @@ from nights import draws
 
 from burnish.boxes.shards import Publication
 from burnish.checkpoint.manifest import Commit, Manifest
-from burnish.checkpoint.steps import Committed
+from burnish.checkpoint.steps import CommittedStep
 from burnish.config.schema import RewardConfig
 from burnish.data.loader import Loader
 from burnish.methods.parts.rollouts import DrawnBatch, RolloutQueue
 from burnish.records import Completion, Prompt, Request, Rollout
 from burnish.records.rollout_table import RolloutTable
 from burnish.records.samples import digest_of
-from burnish.rollout.base import Sampling, Underway
+from burnish.rollout.base import RunningRequest, Sampling
 from burnish.rollout.in_flight import PartialCompletions, SampleKey, joined
 from burnish.runs.pending_batches import ahead_files, read_ahead
 
@@ -94,17 +94,17 @@ class Ticking:
             time.sleep(self.pause * self.order.random())
         return [each.completions for each in self.now()]
 
-    def so_far(self) -> list[Underway]:
+    def so_far(self) -> list[RunningRequest]:
         """As servers tell it: of one that ends meanwhile how far it was, too, in any order."""
         before = self.now()
         time.sleep(self.pause * len(before))
         told = [*before, *self.now()]
         return told if self.version % 2 else told[::-1]
 
-    def now(self) -> list[Underway]:
+    def now(self) -> list[RunningRequest]:
         with self.lock:
             return [
-                Underway(sampling, request, [self.made(request, sampling, *each) for each in enumerate(made, request.first_sample)])
+                RunningRequest(sampling, request, [self.made(request, sampling, *each) for each in enumerate(made, request.first_sample)])
                 for request, made, sampling in self.running
             ]  # fmt: skip
 
@@ -161,7 +161,7 @@ def stored(
     """What a save and a resumption make of it."""
     commit = Commit("0.1", "ab", step, "", 0, healthy=True)
     state = {"ahead": len(pending)}
-    place = Committed(Path("step"), commit, Manifest("ab", step, 1, {}), state)
+    place = CommittedStep(Path("step"), commit, Manifest("ab", step, 1, {}), state)
     return read_ahead(place, ahead_files(pending, partial))
 
 

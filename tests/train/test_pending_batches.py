@@ -30,7 +30,7 @@ from training_files import MIXTURE, RL, At, burnish, done, outcome, ranks, rollo
 from burnish.api import run_command
 from burnish.boxes.shards import Publication
 from burnish.checkpoint.manifest import Commit, Manifest
-from burnish.checkpoint.steps import Committed, verify
+from burnish.checkpoint.steps import CommittedStep, verify
 from burnish.config.schema import RewardConfig, RunConfig
 from burnish.data.loader import Loader
 from burnish.errors import BurnishError, IncompatibleError
@@ -297,10 +297,10 @@ def rollout_of(tokens: Any, version: int = 0, **changes: Any) -> Rollout:
     return replace(Rollout(prompt, 0, made, "x"), **changes)
 
 
-def step_of(number: int, ahead: int) -> Committed:
+def step_of(number: int, ahead: int) -> CommittedStep:
     commit = Commit("0.1", "ab", number, "", 0, healthy=True)
     manifest = Manifest("ab", number, 1, {})
-    return Committed(Path(f"step-{number:08d}"), commit, manifest, {"ahead": ahead})
+    return CommittedStep(Path(f"step-{number:08d}"), commit, manifest, {"ahead": ahead})
 
 
 NUMBERS = st.floats(allow_nan=True)

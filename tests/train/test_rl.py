@@ -22,7 +22,7 @@ from burnish.config.schema import RunConfig
 from burnish.engines.base import Part
 from burnish.engines.torch.torch_engine import TorchEngine
 from burnish.errors import StoppedError, UsageError
-from burnish.methods.parts.policy_update import Credit, PolicyUpdate
+from burnish.methods.parts.policy_update import PolicyUpdate, StepAdvantages
 from burnish.records import Batch, Completion, Request, TokenOutputs
 from burnish.rollout.base import Sampling, Watch
 from burnish.rollout.builtin.generator import BuiltinGenerator
@@ -308,7 +308,7 @@ def test_a_signal_after_the_rollouts_stops_before_the_update(
     monkeypatch.chdir(work)
     assigned = PolicyUpdate.assign_credit
 
-    def interrupted(*args: Any) -> Credit:
+    def interrupted(*args: Any) -> StepAdvantages:
         signal.raise_signal(signal.SIGTERM)
         return assigned(*args)
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from burnish.checkpoint.manifest import Commit, Manifest
-from burnish.checkpoint.steps import Committed
+from burnish.checkpoint.steps import CommittedStep
 from burnish.errors import IncompatibleError
 from burnish.runs.trainer_state import (
     TrainerState,
@@ -25,7 +25,7 @@ def read(**changes):
     state = {**asdict(STATE), **changes}
     state = {name: value for name, value in state.items() if value is not ...}
     commit = Commit("0.1", "ab", 7, "", 0, healthy=True)
-    return read_state(Committed(Path("step-00000007"), commit, Manifest("ab", 7, 1, {}), state))
+    return read_state(CommittedStep(Path("step-00000007"), commit, Manifest("ab", 7, 1, {}), state))
 
 
 def test_what_was_written_is_read():

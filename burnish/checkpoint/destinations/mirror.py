@@ -35,11 +35,11 @@ from burnish.checkpoint.manifest import (
     parse_commit,
     parse_manifest,
 )
-from burnish.checkpoint.retention import Facts, Retention, completed, read_pins, write_mirrored
+from burnish.checkpoint.retention import Retention, StepFacts, completed, read_pins, write_mirrored
 from burnish.checkpoint.steps import (
     SEAL,
     TRASH,
-    Committed,
+    CommittedStep,
     files_below,
     open_step,
     portion_paths,
@@ -91,7 +91,7 @@ T = TypeVar("T")
 P = TypeVar("P", bound=PurePath)
 
 # A step whose path is one disk's partial checkpoint, and the names of the files that lie there.
-_Partial = tuple[Committed, list[str]]
+_Partial = tuple[CommittedStep, list[str]]
 # Waits up to this many seconds; returns whether to stop waiting, because a message has arrived.
 _Pause = Callable[[float], bool]
 
@@ -181,7 +181,7 @@ class Sync:
         self._failed: CorruptError | None = None
         self._local: dict[int, Commit] = {}
         self._remote: dict[int, Commit] = {}
-        self._facts: dict[int, Facts] = {}
+        self._facts: dict[int, StepFacts] = {}
         self._pins: Collection[int] | None = None
         # Size and modification time of each output file when it was sent.
         self._outputs: dict[str, tuple[int, int]] = {}
@@ -319,7 +319,7 @@ class Sync:
                 raise
             return None
 
-    def _send_files(self, step: Committed, names: Iterable[str]) -> bool:
+    def _send_files(self, step: CommittedStep, names: Iterable[str]) -> bool:
         """Send these files; return False if their COMMIT is there. First remove another step's COMMIT and foreign files."""
         remote = self._place_of(step)
         sizes = {file.name: file.size for file in remote.files()}
@@ -342,7 +342,7 @@ class Sync:
                 raise
         return True
 
-    def _send_file(self, step: Committed, name: str, remote: Remote, there: int | None) -> None:
+    def _send_file(self, step: CommittedStep, name: str, remote: Remote, there: int | None) -> None:
         self._mirror.check()
         record = step.manifest.files[name]
         if there == record.size and self._is_intact(remote, name, record):
@@ -370,7 +370,7 @@ class Sync:
             self._moved(len(block))
         return True
 
-    def _seal(self, step: Committed) -> None:
+    def _seal(self, step: CommittedStep) -> None:
         remote = self._place_of(step)
         for name, data in ((MANIFEST, step.manifest.encode()), (COMMIT, step.commit.encode())):
             self._mirror.check()
@@ -381,7 +381,7 @@ class Sync:
     def _path(self, step: int) -> Path:
         return self._mirror.root / step_name(step)
 
-    def _place_of(self, step: Committed) -> Remote:
+    def _place_of(self, step: CommittedStep) -> Remote:
         return self._steps.remote.below(step_name(step.step))
 
     def _send_partials(self, partials: Iterable[_Partial], pause: _Pause) -> list[int]:
@@ -400,7 +400,7 @@ class Sync:
                 break
         return done
 
-    def _send_partial(self, step: Committed, names: list[str]) -> bool:
+    def _send_partial(self, step: CommittedStep, names: list[str]) -> bool:
         """Send a partial checkpoint and its marker. Return False if it is damaged or gone, or a write may take effect late."""
         if self._markers.stat(self._marker(step)) is not None:
             self._moved(2 * _size(step, names))
@@ -414,7 +414,7 @@ class Sync:
         self._markers.put(self._marker(step), encode_json({"files": names}))
         return True
 
-    def _is_whole(self, step: Committed) -> bool:
+    def _is_whole(self, step: CommittedStep) -> bool:
         """Return whether COMMIT is there."""
         is_sealed = False
         with suppress(MissingError):
@@ -427,7 +427,7 @@ class Sync:
         self._seal(step)
         return True
 
-    def _require_all(self, step: Committed) -> None:
+    def _require_all(self, step: CommittedStep) -> None:
         there = self._place_of(step)
         found = {file.name: file.size for file in there.files()}
         files = step.manifest.files
@@ -442,10 +442,10 @@ class Sync:
                 do="see that nobody else removes or writes files there; they are sent again",
             )
 
-    def _marker(self, step: Committed) -> str:
+    def _marker(self, step: CommittedStep) -> str:
         return f"{step_name(step.step)}/{step.commit.uuid}.{self._mirror.disk or 0}"
 
-    def _files_named(self, step: Committed) -> set[str]:
+    def _files_named(self, step: CommittedStep) -> set[str]:
         found: set[str] = set()
         for file in self._markers.files(step_name(step.step)):
             if file.name.startswith(f"{step_name(step.step)}/{step.commit.uuid}."):
@@ -499,7 +499,7 @@ def open_partial(path: Path) -> _Partial:
             want="files of the manifest",
             do="move it away",
         )
-    return Committed(path, commit, manifest, {}), sorted(names)
+    return CommittedStep(path, commit, manifest, {}), sorted(names)
 
 
 def _altered(remote: Remote, name: str) -> BurnishError:
@@ -511,7 +511,7 @@ def _altered(remote: Remote, name: str) -> BurnishError:
     )
 
 
-def _size(step: Committed, names: Iterable[str]) -> int:
+def _size(step: CommittedStep, names: Iterable[str]) -> int:
     return sum(step.manifest.files[name].size for name in names)
 
 

@@ -26,7 +26,7 @@ from burnish.checkpoint.destinations.mirror import (
     Synced,
 )
 from burnish.checkpoint.destinations.remote_steps import DAMAGED
-from burnish.checkpoint.manager import Destination, OnDisk
+from burnish.checkpoint.manager import Destination, LocalState
 from burnish.checkpoint.retention import PINS, PINS_LIMIT, Retention
 from burnish.checkpoint.steps import step_paths
 from burnish.config.document import recorded
@@ -114,7 +114,7 @@ class RunMirror:
         self._leads = True
         self._mirror = replace(self._mirror, disk=disk)
 
-    def meet(self, here: OnDisk, *, leads: bool) -> None:
+    def meet(self, here: LocalState, *, leads: bool) -> None:
         """See `Destination`."""
         found, layout = -1, self._layout
         with agree(layout), naming_failures(f"{self.root} cannot be read"):

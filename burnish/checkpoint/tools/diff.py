@@ -73,7 +73,7 @@ class Distance:
 
 
 @dataclass(frozen=True, slots=True)
-class Compared:
+class TensorDiff:
     """A tensor of A and the one with its key in B."""
 
     key: str
@@ -98,25 +98,25 @@ class Compared:
         return {"tensor": self.key, "verdict": self.verdict, **sides, **plain}
 
 
-def compare(a: TensorReader, b: TensorReader) -> Iterator[Compared]:
+def compare(a: TensorReader, b: TensorReader) -> Iterator[TensorDiff]:
     """Yield A's tensors in the order of its files, then those only in B."""
     for key, mine in a.tensors.items():
         theirs = b.tensors.get(key)
         if theirs is None:
-            yield Compared(key, "only in A", mine, None)
+            yield TensorDiff(key, "only in A", mine, None)
         elif theirs.shape != mine.shape:
-            yield Compared(key, "another shape", mine, theirs)
+            yield TensorDiff(key, "another shape", mine, theirs)
         elif _kind(mine.dtype) != _kind(theirs.dtype):
-            yield Compared(key, "another kind", mine, theirs)
+            yield TensorDiff(key, "another kind", mine, theirs)
         else:
             distance = Distance()
             for span in chunks(mine.elements, _CHUNK):
                 distance.add(a.read_range(key, *span), b.read_range(key, *span))
             verdict: _Verdict = "differs" if distance.different else "equal"
-            yield Compared(key, verdict, mine, theirs, distance)
+            yield TensorDiff(key, verdict, mine, theirs, distance)
     for key, theirs in b.tensors.items():
         if key not in a.tensors:
-            yield Compared(key, "only in B", None, theirs)
+            yield TensorDiff(key, "only in B", None, theirs)
 
 
 def _kind(dtype: torch.dtype) -> object:

@@ -19,12 +19,12 @@ from torch import Tensor
 from burnish.boxes.tensor_reader import DirectoryReader, TensorInfo, bytes_of, chunks, dtype_name
 from burnish.checkpoint.load import StepReader
 from burnish.checkpoint.manifest import ADAPTER_STATE
-from burnish.checkpoint.steps import Committed, files_below, read_file, small_files
+from burnish.checkpoint.steps import CommittedStep, files_below, read_file, small_files
 from burnish.checkpoint.tools.assets import CONFIG, read_assets, require_outside_steps, with_dtype
 from burnish.checkpoint.write_plan import (
     MAIN,
     MODEL,
-    Stored,
+    StoredTensor,
     plan_files,
     prefix_of,
     roles_in,
@@ -43,7 +43,7 @@ from burnish.models.composite import (
     language_within,
 )
 from burnish.models.loading import GENERATION_CONFIG, read_model_config
-from burnish.models.lora.adapter import Adapter, Change, moved
+from burnish.models.lora.adapter import Adapter, LowRankDelta, moved
 from burnish.models.lora.adapter_config import adapted_weights, are_parameters, factor_name
 from burnish.models.meta_init import build_on_meta
 
@@ -62,7 +62,7 @@ class StepModel(Closing):
     Raises `MissingError` for an absent role, `IncompatibleError` for a model without its configuration.
     """
 
-    def __init__(self, step: Committed, role: str = MAIN) -> None:
+    def __init__(self, step: CommittedStep, role: str = MAIN) -> None:
         self._step = step
         self._directory = _model_directory(step, role)
         is_adapter = f"{self._directory}{ADAPTER_CONFIG}" in step.manifest.files
@@ -107,7 +107,7 @@ class MergedModel(Closing):
 
     what = "the model, with the adapter merged in,"
 
-    def __init__(self, step: Committed, base: Path) -> None:
+    def __init__(self, step: CommittedStep, base: Path) -> None:
         record = adapter_of(step)
         _check_base(step, record, base)
         self._base = base
@@ -179,7 +179,7 @@ class MergedModel(Closing):
 Exportable = StepModel | MergedModel
 
 
-def adapter_of(step: Committed) -> Mapping[str, Any]:
+def adapter_of(step: CommittedStep) -> Mapping[str, Any]:
     """Return a step's `adapter_record`. Raises `IncompatibleError` without one."""
     record = step.state.get(ADAPTER_STATE)
     if not isinstance(record, Mapping):
@@ -256,7 +256,7 @@ def _write_tensors(
     targets = {name: each.dtype for name, each in model.weights.items()}
     targets |= {name: _target(each, dtype) for name, each in converted.items()}
     stored = [
-        Stored(MODEL, name, dtype_name(targets[name], name), each.shape)
+        StoredTensor(MODEL, name, dtype_name(targets[name], name), each.shape)
         for name, each in model.weights.items()
     ]
     files, indices = plan_files(stored, max_file_bytes)
@@ -303,7 +303,7 @@ def _converted(elements: Tensor, dtype: torch.dtype, name: str) -> Tensor:
 
 def _changes(
     record: Mapping[str, Any], base: Path, weights: Collection[str]
-) -> Mapping[str, Change]:
+) -> Mapping[str, LowRankDelta]:
     """Return the changes of the model's tensors by the names in its files, with the layers' names in the adapter's."""
     names: Mapping[str, str] = {}
     inner = outer = ""
@@ -315,7 +315,7 @@ def _changes(
         found = {}
         for name, layer in adapted_weights(weights).items():
             own = moved(name, outer, inner)
-            found[names.get(own, own)] = Change(layer, transposed=is_transposed)
+            found[names.get(own, own)] = LowRankDelta(layer, transposed=is_transposed)
         return found
     lora = LoraConfig(rank=record["rank"], targets=record["targets"])
     hf_config = read_model_config(ModelConfig(path=str(base)))
@@ -338,7 +338,7 @@ def _set_special_tokens(config: dict[str, Any], generation: Mapping[str, Any]) -
             each[name] = given if isinstance(each.get(name), list) else first
 
 
-def _model_directory(step: Committed, role: str) -> str:
+def _model_directory(step: CommittedStep, role: str) -> str:
     roles = roles_in(step.manifest.files)
     if role not in roles:
         raise MissingError(
@@ -358,7 +358,7 @@ def _model_directory(step: Committed, role: str) -> str:
     return directory
 
 
-def _check_base(step: Committed, record: Mapping[str, Any], base: Path) -> None:
+def _check_base(step: CommittedStep, record: Mapping[str, Any], base: Path) -> None:
     if not (base / CONFIG).is_file():
         raise MissingError(
             f"the model that the adapter in {step.path} belongs to is not there",

@@ -28,7 +28,7 @@ from burnish.boxes.box import Box
 from burnish.boxes.shards import Shard, TensorSpec
 from burnish.checkpoint.tools import sandbox
 from burnish.checkpoint.tools.assets import CONFIG, read_assets
-from burnish.checkpoint.tools.importing import Foreign, mapped_tensors
+from burnish.checkpoint.tools.importing import ForeignCheckpoint, mapped_tensors
 from burnish.checkpoint.tools.unpickle import known_part, without_numbers
 from burnish.config.schema import ModelConfig
 from burnish.errors import CorruptError, IncompatibleError, MissingError, UsageError, few
@@ -36,7 +36,7 @@ from burnish.families import ModelSizes
 from burnish.files.strict_json import parse_json
 from burnish.models.composite import language_within
 from burnish.models.loading import read_model_config
-from burnish.models.megatron_names import IN_LAYER, OUTSIDE_LAYERS, Seat, regions_of
+from burnish.models.megatron_names import IN_LAYER, OUTSIDE_LAYERS, MegatronSlot, regions_of
 from burnish.models.meta_init import build_on_meta, model_sizes
 from burnish.models.names import Region, regions, tied_names
 
@@ -95,8 +95,10 @@ def guarded_by(version: int, *, seccomp: bool) -> str:
     return f"unpickled by a process that was kept from: {kept} ({guards}){lacks}"
 
 
-def pickled(kind: str, source: Path, assets: Path, *, without_sandbox: bool = False) -> Foreign:
-    """Return the model of a directory of this `pickled_kind`; `Foreign.weights` unpickles its weights.
+def pickled(
+    kind: str, source: Path, assets: Path, *, without_sandbox: bool = False
+) -> ForeignCheckpoint:
+    """Return the model of a directory of this `pickled_kind`; `ForeignCheckpoint.weights` unpickles its weights.
 
     `assets` is a directory with config.json. Raises `UsageError` without Landlock, unless `without_sandbox`, `MissingError`
     for missing files, and `IncompatibleError` for a model that also reads images.
@@ -145,7 +147,9 @@ def pickled(kind: str, source: Path, assets: Path, *, without_sandbox: bool = Fa
             )
         return shards
 
-    return Foreign(kind, source, found, weights, guarded_by(version, seccomp=sandbox.has_seccomp()))
+    return ForeignCheckpoint(
+        kind, source, found, weights, guarded_by(version, seccomp=sandbox.has_seccomp())
+    )
 
 
 def _of_module(
@@ -199,7 +203,9 @@ def _of_megatron(
                 want="the shapes that config.json gives",
                 do="give the config.json that belongs to these weights with --assets",
             )
-        for region in regions_of(single.spec.name, single.spec.shape, sizes, Seat(), Seat()):
+        for region in regions_of(
+            single.spec.name, single.spec.shape, sizes, MegatronSlot(), MegatronSlot()
+        ):
             if (shard := region.shard_of(single.tensor, single.box)) is not None:
                 yield shard
 
@@ -249,7 +255,7 @@ def _is_whole(
     is_vector = "norm" in name or name.endswith(".bias")
     if len(shape) != (1 if is_vector else 2):
         return False
-    regions = regions_of(name, shape, sizes, Seat(), Seat())
+    regions = regions_of(name, shape, sizes, MegatronSlot(), MegatronSlot())
     if any(canonical.get(region.name) != region.shape for region in regions):
         return False
     if name in ("embedding.word_embeddings.weight", "output_layer.weight"):

@@ -20,7 +20,7 @@ from burnish.checkpoint.manifest import IMPORTED
 from burnish.checkpoint.save import Contents, ModelContents, Saver, check_new
 from burnish.checkpoint.steps import INFLIGHT
 from burnish.checkpoint.tools.assets import CONFIG, read_assets, require_outside_steps, with_dtype
-from burnish.checkpoint.write_plan import MAIN, Disks
+from burnish.checkpoint.write_plan import MAIN, DiskAssignment
 from burnish.distributed.layout import Layout
 from burnish.errors import MissingError, few
 from burnish.files.durable import make_dirs_durably, naming_failures
@@ -33,7 +33,7 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Foreign:
+class ForeignCheckpoint:
     """Weights of another program, not yet read."""
 
     kind: str
@@ -47,7 +47,7 @@ class Foreign:
     """For the report: how this machine was protected from code in the source."""
 
 
-def hugging_face(source: Path) -> Foreign:
+def hugging_face(source: Path) -> ForeignCheckpoint:
     """Return the model of a Hugging Face directory.
 
     Raises `MissingError` for missing files, `CorruptError` for a broken one, `IncompatibleError` for an unknown dtype.
@@ -72,7 +72,7 @@ def hugging_face(source: Path) -> Foreign:
             for name, t in tensors
         ]
 
-    return Foreign("huggingface", source, assets, weights)
+    return ForeignCheckpoint("huggingface", source, assets, weights)
 
 
 def mapped_tensors(path: Path) -> dict[str, Tensor]:
@@ -83,7 +83,7 @@ def mapped_tensors(path: Path) -> dict[str, Tensor]:
     return load_file(path)
 
 
-def save_foreign(foreign: Foreign, root: Path, step: int) -> Path:
+def save_foreign(foreign: ForeignCheckpoint, root: Path, step: int) -> Path:
     """Commit foreign weights as a step, split if all are fp32; return its directory.
 
     Raises `BurnishError` if the step exists or another run uses `root`.
@@ -101,7 +101,7 @@ def save_foreign(foreign: Foreign, root: Path, step: int) -> Path:
             weights = foreign.weights(scratch)
         finally:
             LOCAL.remove(scratch)  # the mappings keep the files' content alive
-        saver = Saver(root, Layout(), Disks.one(1), LOCAL, token=token)
+        saver = Saver(root, Layout(), DiskAssignment.one(1), LOCAL, token=token)
         return saver.save(step, _contents(foreign, weights, step)).path
 
 
@@ -121,7 +121,7 @@ def _making(root: Path) -> Iterator[None]:
         raise
 
 
-def _contents(foreign: Foreign, weights: list[Shard], step: int) -> Contents:
+def _contents(foreign: ForeignCheckpoint, weights: list[Shard], step: int) -> Contents:
     assets = dict(foreign.assets)
     dtypes = {s.spec.dtype for s in weights}
     split = {dtype for dtype in dtypes if dtype.is_floating_point} == {torch.float32}

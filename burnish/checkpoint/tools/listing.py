@@ -8,7 +8,7 @@ from typing import Any
 
 from burnish.checkpoint.manifest import COMMIT
 from burnish.checkpoint.retention import read_pins
-from burnish.checkpoint.steps import Committed, newest, open_step, step_paths
+from burnish.checkpoint.steps import CommittedStep, newest, open_step, step_paths
 from burnish.errors import BurnishError, CorruptError, IncompatibleError, MissingError
 from burnish.files.durable import naming_failures
 from burnish.files.storage import LOCAL, Source
@@ -47,7 +47,7 @@ def saved_at(path: PurePath) -> str:
     return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M:%SZ")
 
 
-def newest_step(root: PurePath, source: Source = LOCAL) -> Committed:
+def newest_step(root: PurePath, source: Source = LOCAL) -> CommittedStep:
     """Return `newest`. Raises `MissingError` if none was ever committed."""
     found = newest(root, source)
     if found is None:

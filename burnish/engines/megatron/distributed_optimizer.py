@@ -39,7 +39,7 @@ from burnish.engines.megatron.model import PackedGPT
 from burnish.engines.offload import step_in_waves
 from burnish.engines.optim.optimizer import SLOTS, moments_dtype, zero_slot
 from burnish.families import ModelSizes
-from burnish.models.megatron_names import Seat, regions_of, stacked
+from burnish.models.megatron_names import MegatronSlot, regions_of, stacked
 from burnish.models.meta_init import model_sizes
 from burnish.models.names import Region
 
@@ -305,7 +305,7 @@ def _described(
 ) -> tuple[str, tuple[Region, ...]]:
     """Return a parameter's name over all stages, and the checkpoint tensors in it."""
     groups = chunk.pg_collection
-    seats = [Seat(group.rank(), group.size()) for group in (groups.tp, groups.expt_tp)]
+    seats = [MegatronSlot(group.rank(), group.size()) for group in (groups.tp, groups.expt_tp)]
     layer = _LAYER.fullmatch(name)
     if layer is None:
         return name, regions_of(name, shape, sizes, *seats)

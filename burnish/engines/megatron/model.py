@@ -44,7 +44,7 @@ from burnish.engines.base import compute_dtype
 from burnish.engines.megatron.mesh import MegatronMesh
 from burnish.engines.megatron.modules import (
     LayerModules,
-    PackedAttention,
+    PackedCoreAttention,
     Packing,
     PlainRouter,
     RoutedLayer,
@@ -352,7 +352,7 @@ def _layer(shape: ModelShape, layer: int, modules: LayerModules) -> ModuleSpec:
     router = sum(each.experts > 0 for each in shape.layers[:layer])
     attention = SelfAttentionSubmodules(
         linear_qkv=modules.column,
-        core_attention=partial(PackedAttention, sliding_window=shape.layers[layer].window),
+        core_attention=partial(PackedCoreAttention, sliding_window=shape.layers[layer].window),
         linear_proj=modules.row,
         q_layernorm=qk_norm,
         k_layernorm=qk_norm,

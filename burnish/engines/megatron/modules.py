@@ -30,7 +30,7 @@ from torch.nn import functional
 
 from burnish.config.schema import EngineConfig
 from burnish.errors import UsageError
-from burnish.models.kernels.attention import Attends, Softmax
+from burnish.models.kernels.attention import PackedAttention, Softmax
 from burnish.models.kernels.fused import rms_norm, rotate
 from burnish.models.routing import Routing
 
@@ -42,7 +42,7 @@ _ALIGNED_BYTES = 16
 class Packing(PackedSeqParams):
     """Metadata of a micro-batch that Megatron's layers pass on beside its hidden states."""
 
-    attends: Attends | None = None
+    attends: PackedAttention | None = None
     """Which tokens see each other."""
     rotation: tuple[Tensor, Tensor] | None = None
     """Each token's rotation, as `burnish.models.kernels.fused.rotate` takes it."""
@@ -50,7 +50,7 @@ class Packing(PackedSeqParams):
     """Instructions to the routers; None: they route as usual."""
 
 
-class PackedAttention(nn.Module):
+class PackedCoreAttention(nn.Module):
     """Grouped-query attention with rotary positions, between the two linear layers of Megatron's self-attention."""
 
     def __init__(

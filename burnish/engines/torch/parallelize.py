@@ -90,7 +90,7 @@ def parallelize(
     mesh: Mesh,
     around: Callable[[Run], Run] | None = None,
 ) -> dict[str, Any]:
-    """Cut `scorer` (on meta) for tensor parallelism, shard it with FSDP2, and return the cuts (`burnish.models.parts.Cut`).
+    """Cut `scorer` (on meta) for tensor parallelism, shard it with FSDP2, and return the cuts (`burnish.models.parts.ShardRule`).
 
     Copies of the model (HSDP) are sharded over neighbouring ranks. Gradients are summed in fp32.
     """

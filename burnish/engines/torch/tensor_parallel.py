@@ -22,7 +22,7 @@ from burnish.distributed.tensor_collectives import all_gather_rows, reduce_scatt
 from burnish.errors import IncompatibleError, UsageError
 from burnish.models.lora.adapter_config import plain_names
 from burnish.models.names import is_matrix
-from burnish.models.parts import Cut, VocabularyPart
+from burnish.models.parts import ShardRule, VocabularyPart
 from burnish.models.scorer import Scorer
 
 _STYLES: Mapping[str, tuple[int, int]] = {
@@ -42,7 +42,7 @@ _BLOCK = re.compile(r"^.*?\.\d+\.[^.]+")
 """The part of a parameter's name that names a child of a decoder layer."""
 
 
-def share_matrices(scorer: Scorer, group: ProcessGroup) -> dict[str, Cut]:
+def share_matrices(scorer: Scorer, group: ProcessGroup) -> dict[str, ShardRule]:
     """Cut every matrix in `scorer` (on meta) to this rank's part, and return the cuts by parameter.
 
     Raises `UsageError` for an unknown plan, and `IncompatibleError` for a bias that would be added per rank or a matrix that would stay
@@ -50,7 +50,7 @@ def share_matrices(scorer: Scorer, group: ProcessGroup) -> dict[str, Cut]:
     """
     model, rank, ranks = scorer.model, group.rank(), group.size()
     cuts, blocks = layer_cuts(model, rank, ranks)
-    vocabulary = Cut.of(model.config.get_text_config().vocab_size, 0, rank, ranks)
+    vocabulary = ShardRule.of(model.config.get_text_config().vocab_size, 0, rank, ranks)
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     tables = {id(layer.weight) for layer in (embedding, head) if layer is not None}
     every = model.named_parameters(remove_duplicate=False)
@@ -67,7 +67,9 @@ def share_matrices(scorer: Scorer, group: ProcessGroup) -> dict[str, Cut]:
     return cuts
 
 
-def layer_cuts(model: PreTrainedModel, rank: int, ranks: int) -> tuple[dict[str, Cut], list[str]]:
+def layer_cuts(
+    model: PreTrainedModel, rank: int, ranks: int
+) -> tuple[dict[str, ShardRule], list[str]]:
     """Return the cuts of the layers' parameters, and their blocks. Raises as `share_matrices` does."""
     cuts = dict(_layer_cuts(model, _layer_plan(model.config), rank, ranks))
     blocks = sorted({match[0] for match in map(_BLOCK.match, cuts) if match})
@@ -120,7 +122,7 @@ def _require_all_cut(blocks: Sequence[str], model: PreTrainedModel, cuts: Collec
 
 def _layer_cuts(
     model: PreTrainedModel, plan: Mapping[str, str], rank: int, ranks: int
-) -> Iterator[tuple[str, Cut]]:
+) -> Iterator[tuple[str, ShardRule]]:
     names = plain_names(model)
     for name, parameter in model.named_parameters():
         plain, factor = names[name]
@@ -139,10 +141,10 @@ def _layer_cuts(
                 do="set engine.tensor_parallel=1",
             )
         dim = dim % parameter.ndim if parameter.ndim > 1 else 0
-        yield name, Cut.of(parameter.shape[dim], dim, rank, ranks, joined)
+        yield name, ShardRule.of(parameter.shape[dim], dim, rank, ranks, joined)
 
 
-def _keep_parts(model: PreTrainedModel, cuts: Mapping[str, Cut]) -> None:
+def _keep_parts(model: PreTrainedModel, cuts: Mapping[str, ShardRule]) -> None:
     """Replace cut parameters by their parts; tied parameters stay tied."""
     made: dict[int, nn.Parameter] = {}
     for name, whole in list(model.named_parameters(remove_duplicate=False)):

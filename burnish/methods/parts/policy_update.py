@@ -41,7 +41,7 @@ _CRITIC = "burnish.algorithms.critic"
 
 
 @dataclass(frozen=True, slots=True)
-class Credit:
+class StepAdvantages:
     """Advantages, and a critic's targets, of completions."""
 
     batches: list[Batch]
@@ -88,7 +88,7 @@ class PolicyUpdate:
 
     def assign_credit(
         self, table: RolloutTable, batches: Sequence[Batch], kl_coef: float | None = None
-    ) -> Credit:
+    ) -> StepAdvantages:
         """Return advantages, and a critic's targets, of these mini-batches. Collective.
 
         `kl_coef` replaces an adaptive `algorithm.kl.coef`.
@@ -119,7 +119,7 @@ class PolicyUpdate:
                 rows[n] = np.full(lengths[n], numbers[n]) if by_token is None else by_token[n]
             columns["advantages"] = rows
         filled = [batch.with_columns(columns) for batch in scored[: len(batches)]]
-        return Credit(filled, np.where(lengths > 0, numbers, 0), columns, stats, measured)
+        return StepAdvantages(filled, np.where(lengths > 0, numbers, 0), columns, stats, measured)
 
     def _trained(self, table: RolloutTable) -> Column:
         trained: Column = _scored_lengths(table) > 0

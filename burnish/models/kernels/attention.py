@@ -89,7 +89,7 @@ def weigh(scores: Tensor, sinks: Tensor | None) -> Tensor | None:
     return of_sinks.div_(total)
 
 
-class Attends(Protocol):
+class PackedAttention(Protocol):
     """Computes what passes between tokens: attention and states."""
 
     def attend(self, layer: int, parts: Heads, softmax: Softmax) -> Tensor:
@@ -124,7 +124,7 @@ def attention_forward(
             want="causal attention to all keys or a window, without position bias or mask",
             do="train a model of another family",
         )
-    packing: Attends | None = options.get("packing")
+    packing: PackedAttention | None = options.get("packing")
     if packing is None:
         raise IncompatibleError(
             f"{type(module).__name__} is called without the keyword packing, so it does not know where sequences begin",
@@ -208,7 +208,7 @@ class PackedLayout:
         return BlockPlan.of(self.lengths, self.cu_seqlens.device)
 
     def attend(self, layer: int, parts: Heads, softmax: Softmax) -> Tensor:
-        """See `Attends.attend`."""
+        """See `PackedAttention.attend`."""
         if not softmax.window or softmax.window >= self.max_seqlen:
             softmax = softmax._replace(window=None)
         rows = [part.transpose(1, 2).squeeze(0) for part in parts]
@@ -221,7 +221,7 @@ class PackedLayout:
         return (output if self.shared is None else self.shared.collect(output))[None]
 
     def mix(self, layer: int, mixer: Mixer, hidden: Tensor) -> Tensor:
-        """See `Attends.mix`. Each sequence computes a common beginning again."""
+        """See `PackedAttention.mix`. Each sequence computes a common beginning again."""
         rows = hidden[0] if self.shared is None else self.shared.sources.take(hidden[0])
         output = self.blocks.computed([rows], lambda parts: mixer(parts[0], None))
         return (output if self.shared is None else self.shared.collect(output))[None]

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from burnish.distributed.device import uncompiled
 from burnish.errors import IncompatibleError
-from burnish.models.kernels.attention import Attends
+from burnish.models.kernels.attention import PackedAttention
 
 # Names under which a layer with state takes a cache.
 _CACHES = ("cache_params", "past_key_values")
@@ -57,7 +57,7 @@ class _PackedMixer(nn.Module):
     cache: str
     """The keyword of its cache."""
     layer_idx: int
-    _packing: Attends | None = None
+    _packing: PackedAttention | None = None
 
     @uncompiled
     def take(self, _: nn.Module, __: tuple[Any, ...], options: dict[str, Any]) -> None:

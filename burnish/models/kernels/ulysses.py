@@ -11,20 +11,20 @@ from torch import Tensor
 from torch.nn import functional
 
 from burnish.distributed.tensor_collectives import all_gather_rows, all_to_all
-from burnish.models.kernels.attention import Attends, Heads, Mixer, Softmax
-from burnish.models.packing import Deal
+from burnish.models.kernels.attention import Heads, Mixer, PackedAttention, Softmax
+from burnish.models.packing import TokenSharing
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Ulysses:
-    """Attention for this rank's part of the tokens; an `Attends`."""
+    """Attention for this rank's part of the tokens; an `PackedAttention`."""
 
-    packing: Attends
+    packing: PackedAttention
     """Attention for all tokens."""
-    deal: Deal
+    deal: TokenSharing
 
     def attend(self, layer: int, parts: Heads, softmax: Softmax) -> Tensor:
-        """See `Attends.attend`. Key heads are repeated if they are fewer than ranks. Collective."""
+        """See `PackedAttention.attend`. Key heads are repeated if they are fewer than ranks. Collective."""
         query, key, value = parts
         times = _repeats(query.shape[1], key.shape[1], self.deal.ranks)
         if times > 1:
@@ -37,7 +37,7 @@ class Ulysses:
         return self._all_heads(self.packing.attend(layer, whole, softmax))
 
     def mix(self, layer: int, mixer: Mixer, hidden: Tensor) -> Tensor:
-        """See `Attends.mix`. Every rank computes all tokens, because a state has no parts, and keeps its own. Collective."""
+        """See `PackedAttention.mix`. Every rank computes all tokens, because a state has no parts, and keeps its own. Collective."""
         deal, rows = self.deal, hidden[0]
         if deal.group is not None:
             gathered = all_gather_rows(rows, deal.group).view(deal.ranks, deal.rows, -1)

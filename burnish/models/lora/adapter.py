@@ -47,7 +47,7 @@ from burnish.models.lora.adapter_config import (
 from burnish.models.lora.experts import AdaptedExperts, expert_parameters
 from burnish.models.meta_init import build_on_meta
 from burnish.models.names import Region, model_shards, regions
-from burnish.models.parts import Cut, cut_regions
+from burnish.models.parts import ShardRule, cut_regions
 from burnish.records.seeds import derive_seed
 
 # Elements of a weight that are merged in fp32 at a time.
@@ -57,7 +57,7 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class LowRankDelta:
     """The change of one tensor [rows, columns] of the checkpoint."""
 
     layer: str
@@ -111,7 +111,7 @@ class Adapter:
         """The tensors of PEFT's file."""
         self._shapes = {_saved_name(name): shape for name, shape in shapes.items()}
         layers = {names[name][0]: name.split(".lora_")[0] for name in shapes}
-        self.changes: dict[str, Change] = {}
+        self.changes: dict[str, LowRankDelta] = {}
         """By name: each checkpoint tensor that the adapter changes, and the part of the adapter that changes it."""
         for before, region in zip(plain, self.base, strict=True):
             if layer := layers.get(before.parameter):
@@ -124,7 +124,7 @@ class Adapter:
                         do="take the experts out of model.lora.targets",
                     )
                 experts = model.get_parameter(region.parameter).shape[0] if expert else 1
-                self.changes[region.name] = Change(
+                self.changes[region.name] = LowRankDelta(
                     layer,
                     row,
                     column,
@@ -138,7 +138,7 @@ class Adapter:
                     parameter.data = parameter.data.to(base_dtype)
         self._gathering: Transfer | None = None
 
-    def cut(self, cuts: Mapping[str, Cut]) -> None:
+    def cut(self, cuts: Mapping[str, ShardRule]) -> None:
         """Make `base` and `weights` describe cut parameters."""
         self.base = cut_regions(self.base, cuts)
         self.weights = cut_regions(self.weights, cuts)

@@ -23,7 +23,7 @@ from burnish.config.schema import LoraConfig
 from burnish.distributed.device import has_bf16_products
 from burnish.distributed.layout import Layout
 from burnish.errors import IncompatibleError, MissingError
-from burnish.models.kernels.attention import Attends, Softmax
+from burnish.models.kernels.attention import PackedAttention, Softmax
 from burnish.models.kernels.fused import (
     FusedAttention,
     FusedRMSNorm,
@@ -67,7 +67,7 @@ class InferenceModel:
             parameter.data = parameter.data.to(dtype)
         materialize(self.module, device)
         kind = FusedForward if _is_plain(self.module) else ModuleForward
-        self.forward: Callable[[Tensor, Tensor, Attends, Any], Tensor] = kind(self.module)
+        self.forward: Callable[[Tensor, Tensor, PackedAttention, Any], Tensor] = kind(self.module)
         """Maps token ids [T] and positions [T] to hidden states [T, hidden]. A `burnish.models.routing.Routing` records the experts."""
         self._products: Sequence[FusedLinear] = getattr(self.forward, "products", ())
         self._transform = logit_transform(hf_config)
@@ -175,7 +175,7 @@ class ModuleForward:
         self._has_hooks = False  # of `burnish.models.routing`
 
     def __call__(
-        self, token_ids: Tensor, positions: Tensor, packing: Attends, routing: Any
+        self, token_ids: Tensor, positions: Tensor, packing: PackedAttention, routing: Any
     ) -> Tensor:
         """See `InferenceModel.forward`."""
         if routing is not None and not self._has_hooks:
@@ -205,7 +205,7 @@ class FusedForward:
         self.products = [product for block in self._blocks for product in block.products]
 
     def __call__(
-        self, token_ids: Tensor, positions: Tensor, packing: Attends, routing: Any
+        self, token_ids: Tensor, positions: Tensor, packing: PackedAttention, routing: Any
     ) -> Tensor:
         """See `InferenceModel.forward`."""
         hidden: Tensor = self._embed(token_ids)
@@ -230,13 +230,17 @@ class _Block:
         self.products = (self._qkv, self._out, self._gate_up, self._down)
         self._norm, self._mlp_norm = layer.input_layernorm, layer.post_attention_layernorm
 
-    def __call__(self, hidden: Tensor, rotation: tuple[Tensor, Tensor], packing: Attends) -> Tensor:
+    def __call__(
+        self, hidden: Tensor, rotation: tuple[Tensor, Tensor], packing: PackedAttention
+    ) -> Tensor:
         attended = self._attend(self._norm(hidden), rotation, packing)
         hidden = hidden + self._out(attended)
         gate, up = self._gate_up(self._mlp_norm(hidden)).chunk(2, dim=-1)
         return hidden + self._down(self._act(gate).mul_(up))
 
-    def _attend(self, hidden: Tensor, rotation: tuple[Tensor, Tensor], packing: Attends) -> Tensor:
+    def _attend(
+        self, hidden: Tensor, rotation: tuple[Tensor, Tensor], packing: PackedAttention
+    ) -> Tensor:
         """Return attention of [T, hidden] before its output projection, [T, heads · head_dim]."""
         qkv = self._qkv(hidden).view(len(hidden), -1, self._head_dim)
         rotating, value = torch.split(qkv, [self._heads + self._kv_heads, self._kv_heads], dim=1)

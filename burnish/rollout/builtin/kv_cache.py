@@ -14,7 +14,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers.cache_utils import Cache, LinearAttentionLayer
 
 from burnish.errors import IncompatibleError
-from burnish.models.kernels.attention import Attends, Heads, Mixer, PackedLayout, Softmax
+from burnish.models.kernels.attention import Heads, Mixer, PackedAttention, PackedLayout, Softmax
 from burnish.records import to_device
 
 _GRAIN = 128
@@ -149,7 +149,7 @@ def _rounded(length: int) -> int:
 
 
 class SlotCache(RowStore):
-    """One row per completion, in the model's dtype; the `Attends` of the latest step."""
+    """One row per completion, in the model's dtype; the `PackedAttention` of the latest step."""
 
     def __init__(
         self, slots: int, prompt: int, completion: int, dtype: torch.dtype | None = None
@@ -178,7 +178,7 @@ class SlotCache(RowStore):
             for mine, theirs in zip(self.states[layer], parts, strict=True):
                 mine.index_copy_(0, rows, theirs.index_select(0, source))
 
-    def step(self, positions: Tensor, span: int) -> Attends:
+    def step(self, positions: Tensor, span: int) -> PackedAttention:
         """Begin a step of the first n rows, with tokens at `positions` [n] below `span`; other rows have ended."""
         self.reserve(None, self._slots, span)
         self._positions, self._span, self._biases = positions, _rounded(span), {}

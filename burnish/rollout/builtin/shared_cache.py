@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from burnish.models.kernels.attention import Attends, Heads, Softmax
+from burnish.models.kernels.attention import Heads, PackedAttention, Softmax
 from burnish.rollout.builtin.kv_cache import PromptCache, RowStore, SlotCache
 
 
@@ -58,7 +58,7 @@ class SharedCache(SlotCache):
             self._prompt_of[target] = self._prompt_of[source]
         self._groups = None
 
-    def step(self, positions: Tensor, span: int) -> Attends:
+    def step(self, positions: Tensor, span: int) -> PackedAttention:
         """See `SlotCache.step`. Positions and span count from the end of the prompt."""
         running = len(positions)
         if self._groups is None or self._groups.running != running:

@@ -21,7 +21,7 @@ from checkpoints_for_tests import (
     save_once,
 )
 from corruption import flip
-from disk_crashes import Disks as Where
+from disk_crashes import DiskAssignment as Where
 from disk_crashes import go_on, save, save_portions
 from hypothesis import given
 from hypothesis import strategies as st
@@ -32,7 +32,7 @@ from burnish.checkpoint.destinations.mirror import Sync, open_partial
 from burnish.checkpoint.destinations.run_mirror import RunMirror
 from burnish.checkpoint.retention import Retention
 from burnish.checkpoint.steps import PORTION, portion_paths, verify
-from burnish.checkpoint.write_plan import Disks, owners_by_disk
+from burnish.checkpoint.write_plan import DiskAssignment, owners_by_disk
 from burnish.distributed.layout import Layout
 from burnish.errors import BurnishError, CorruptError, UsageError
 from burnish.files.remote import Remote
@@ -65,7 +65,7 @@ def portions_on(disks, rank):
 def test_files_are_divided_evenly(sizes, of_rank):
     of_rank = [0, *(sorted(set(of_rank)).index(disk) for disk in of_rank)]
     leaders = tuple(of_rank.index(disk) for disk in range(max(of_rank) + 1))
-    disks = Disks(tuple(of_rank), leaders)
+    disks = DiskAssignment(tuple(of_rank), leaders)
     found = disks.divide(sizes)
     assert len(found) == len(sizes)
     for disk, count in enumerate(np.bincount(of_rank)):

@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from burnish.checkpoint.load import CheckpointSource
 from burnish.checkpoint.manager import Checkpoints
-from burnish.checkpoint.steps import Committed, newest, open_step, verify
+from burnish.checkpoint.steps import CommittedStep, newest, open_step, verify
 from burnish.checkpoint.tools.export import MergedModel, StepModel, adapter_of, export
 from burnish.cli.main import main
 from burnish.config.schema import LoraConfig, ModelConfig
@@ -40,7 +40,7 @@ def adapter_tensors(family: str, lora: LoraConfig) -> dict[str, Tensor]:
 
 def save_adapter(
     root: Path, base: Path, family: str = "qwen2", lora: LoraConfig = LORA
-) -> Committed:
+) -> CommittedStep:
     weights = adapter_tensors(family, lora)
     slots = {f"exp_avg/{name}": tensor * 2 for name, tensor in weights.items()}
     model = ModelConfig(path=str(base), lora=lora)
@@ -79,11 +79,11 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def step(tmp_path_factory: pytest.TempPathFactory, base: Path) -> Committed:
+def step(tmp_path_factory: pytest.TempPathFactory, base: Path) -> CommittedStep:
     return save_adapter(tmp_path_factory.mktemp("run"), base)
 
 
-def test_the_model_directory_is_an_adapter_of_pefts(step: Committed, base: Path) -> None:
+def test_the_model_directory_is_an_adapter_of_pefts(step: CommittedStep, base: Path) -> None:
     plain = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     loaded = PeftModel.from_pretrained(plain, step.path / "model").eval()
     assert torch.allclose(logits(loaded), logits(plain_adapted(base)), rtol=0, atol=0.05)  # bf16
@@ -94,7 +94,7 @@ def test_the_model_directory_is_an_adapter_of_pefts(step: Committed, base: Path)
     assert list(verify(step.path)) == []
 
 
-def test_it_comes_back_bit_for_bit(step: Committed) -> None:
+def test_it_comes_back_bit_for_bit(step: CommittedStep) -> None:
     weights = adapter_tensors("qwen2", LORA)
     empty = {name: torch.full_like(tensor, 7.0) for name, tensor in weights.items()}
     for prefix, factor in (("", 1), ("exp_avg/", 2)):
@@ -158,7 +158,7 @@ def test_merged_it_is_what_peft_merges(tmp_path: Path, family: str) -> None:
     )
 
 
-def test_merged_it_is_rounded_once(tmp_path: Path, step: Committed, base: Path) -> None:
+def test_merged_it_is_rounded_once(tmp_path: Path, step: CommittedStep, base: Path) -> None:
     with MergedModel(step, Path(adapter_of(step)["base"])) as model:
         export(model, tmp_path / "exact", torch.float32, BIG)
         export(model, tmp_path / "rounded", torch.bfloat16, BIG)
@@ -169,7 +169,7 @@ def test_merged_it_is_rounded_once(tmp_path: Path, step: Committed, base: Path) 
     assert torch.equal(exact["model.norm.weight"], untouched)
 
 
-def test_pieces_that_begin_and_end_in_rows(step: Committed) -> None:
+def test_pieces_that_begin_and_end_in_rows(step: CommittedStep) -> None:
     name = "model.layers.1.mlp.down_proj.weight"
     with MergedModel(step, Path(adapter_of(step)["base"])) as model:
         size = model.weights[name].elements
@@ -203,7 +203,9 @@ def test_a_step_without_an_adapter(tmp_path: Path) -> None:
         MergedModel(open_step(path, LocalStorage()), tmp_path)
 
 
-def test_as_commands(tmp_path: Path, step: Committed, capsys: pytest.CaptureFixture[str]) -> None:
+def test_as_commands(
+    tmp_path: Path, step: CommittedStep, capsys: pytest.CaptureFixture[str]
+) -> None:
     def ckpt(*argv: object) -> tuple[int, str]:
         code = main(["ckpt", *map(str, argv)])
         return code, "".join(capsys.readouterr())

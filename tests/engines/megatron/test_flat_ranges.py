@@ -12,7 +12,7 @@ from tiny import tiny_config
 
 from burnish.boxes.box import Box
 from burnish.engines.megatron.distributed_optimizer import boxes_in_range
-from burnish.models.megatron_names import Seat, regions_of
+from burnish.models.megatron_names import MegatronSlot, regions_of
 from burnish.models.meta_init import model_sizes
 from burnish.models.names import Region
 
@@ -83,7 +83,7 @@ def test_a_run_through_fused_qkv_is_few_boxes(
     split = {letter: np.split(tensor, groups) for letter, tensor in tensors.items()}
     fused = np.concatenate([split[letter][g] for g in range(groups) for letter in "qkv"])
     name = "decoder.layers.0.self_attention.linear_qkv.weight"
-    regions = regions_of(name, fused.shape, model_sizes(config), Seat(), Seat())
+    regions = regions_of(name, fused.shape, model_sizes(config), MegatronSlot(), MegatronSlot())
     cuts = sorted(data.draw(st.lists(st.integers(0, fused.size), max_size=4)))
     built = put_together(regions, fused, cuts)
     for letter, tensor in tensors.items():
