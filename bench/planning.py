@@ -105,7 +105,7 @@ class Subject:
                     eos_token_ids=(),
                 )
                 self._publish()
-        self._away = away if config.engine.park else []
+        self._away = away if config.engine.offload_during_rollout else []
 
     def _made(
         self, hf: PretrainedConfig, optim: OptimConfig, lora: LoraConfig | None = None
@@ -192,7 +192,7 @@ class Subject:
         with ExitStack() as parked:
             with self._meter.phase("parking"):
                 for engine in self._away:
-                    parked.enter_context(engine.parked())
+                    parked.enter_context(engine.offloaded())
             with self._meter.phase("rollout"):
                 self._generator.generate(requests, Sampling(config.rollout.max_response_length))
             with self._meter.phase("parking"):

@@ -170,7 +170,11 @@ class Case:
     @property
     def saves(self) -> bool:
         """Whether a save is measured, because all the state that it copies is on the device."""
-        return self.command == "rl" and not self.is_megatron and "engine.park" not in self.more
+        return (
+            self.command == "rl"
+            and not self.is_megatron
+            and "engine.offload_during_rollout" not in self.more
+        )
 
     @property
     def is_megatron(self) -> bool:
@@ -313,7 +317,7 @@ def _cases_with_less() -> Iterator[Case]:
     offload, narrow = {"engine.optimizer_offload": True}, {"optim.moments": "bf16"}
     for more in (offload, narrow):
         yield _small("qwen3", "fp32", "full", 1, more)
-    yield _small("qwen3", "bf16", "none", 1, {"engine.park": True}, "rl")
+    yield _small("qwen3", "bf16", "none", 1, {"engine.offload_during_rollout": True}, "rl")
 
 
 def _megatron_cases() -> Iterator[Case]:

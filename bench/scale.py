@@ -463,7 +463,7 @@ def exchange(pipe: Connection, ranks: int) -> None:
         return found
 
     collector: Any = SimpleNamespace(layout=Layout(), collect=collect, stragglers=stragglers)
-    collector.generator = SimpleNamespace(central=False)
+    collector.generator = SimpleNamespace(called_by_rank0=False)
     sampler = GroupSampler(config, collector, [], Loader(ranks, 0, shuffle=True))
     queue = RolloutQueue(sampler, 1)
     drawn = clock("choosing", lambda: sampler.sample(0))

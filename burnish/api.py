@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from burnish.checkpoint.steps import newest
 from burnish.config.constraints import Command, check, notices
+from burnish.config.document import recorded
 from burnish.config.load import load_settings
 from burnish.config.resume import RunIdentity
 from burnish.config.schema import RunConfig
@@ -120,8 +121,8 @@ def evaluate(config: Config, reward: Rewards = None, **settings: Any) -> dict[st
     return run_command("eval", _loaded(config, _with_reward(settings, reward)), run)
 
 
-def config_at(place: str) -> tuple[Path | None, Path | None]:
-    """Return the configuration file (None for a model) and the run's directory, if any."""
+def config_at(place: str) -> tuple[RunConfig | Path | None, Path | None]:
+    """Return the run's configuration or a file (None for a model), and the run's directory, if any."""
     if is_model(place):
         return None, None
     path = Path(place)
@@ -131,7 +132,7 @@ def config_at(place: str) -> tuple[Path | None, Path | None]:
             do=f"give the base model, and set model.lora.path={place}",
         )
     if path.exists():
-        return (recorded_config(path), path) if path.is_dir() else (path, None)
+        return (recorded(recorded_config(path)), path) if path.is_dir() else (path, None)
     raise MissingError(
         f"there is no run, no model and no configuration file {place}",
         have=f"nothing at {path.absolute()}",

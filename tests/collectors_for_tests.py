@@ -22,7 +22,7 @@ class Collected:
     stragglers: Any = None
     groups: Any = ()
     """What it collects, whatever it is asked for."""
-    parked = nullcontext
+    offloaded = nullcontext
 
     @property
     def on_main(self) -> Collected:

@@ -83,7 +83,7 @@ _PLAIN = {
     "compile": False,
     "optimizer_offload": False,
     "activation_offload": False,
-    "park": False,
+    "offload_during_rollout": False,
     "router_aux_loss": 0.0,
     "logprob_chunk": None,
 }

@@ -90,7 +90,11 @@ _OF_TRAINING: Sequence[_Constraint] = (
 )
 _OF_SFT: Sequence[_Constraint] = (
     ("data.curriculum=measured", "", "examples have no rewards; a column of numbers has an order"),
-    ("engine.park", "", "nothing is generated; engine.optimizer_offload saves memory here"),
+    (
+        "engine.offload_during_rollout",
+        "",
+        "nothing is generated; engine.optimizer_offload saves memory here",
+    ),
 )
 _OF_SAMPLING: Sequence[_Constraint] = (
     ("evaluation.temperature=0.0", "evaluation.n=1", "all completions would be the same"),

@@ -30,6 +30,9 @@ _SCALARS = (
 )
 """Tag, pattern and first characters of plain scalars that are not texts."""
 
+_MOVED = (("engine", "park", "offload_during_rollout"),)
+"""Section, former name and name of settings that files of earlier versions hold."""
+
 
 def _resolvers() -> dict[str, list[tuple[str, re.Pattern[str]]]]:
     """Return PyYAML's table: a plain scalar's first character to tag and pattern."""
@@ -137,4 +140,13 @@ def recorded(path: PurePath, content: bytes | None = None) -> RunConfig:
         if content is None and not Path(path).is_file():
             raise OSError("it is no regular file")
         content = Path(path).read_bytes() if content is None else content
-        return RunConfig.model_validate(yaml.load(content, CoreLoader))
+        return RunConfig.model_validate(_moved(yaml.load(content, CoreLoader)))
+
+
+def _moved(settings: Any) -> Any:
+    """Return settings that an earlier version of Burnish recorded, with their names of today."""
+    for section, before, now in _MOVED:
+        found = settings.get(section, {})
+        if before in found:
+            found[now] = found.pop(before)
+    return settings

@@ -36,8 +36,8 @@ _MOST_PROBLEMS = 20
 """Most problems in one error; nobody mends more at a time."""
 
 
-def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> RunConfig:
-    """Read `path` (None: only defaults), then apply overrides `a.b=c` in order.
+def load_config(path: str | Path | RunConfig | None, overrides: Sequence[str] = ()) -> RunConfig:
+    """Read `path` (None: only defaults; or a loaded configuration), then apply overrides `a.b=c` in order.
 
     A value is YAML (`optim.lr=1e-6`, `data.train=[a.jsonl]`, `steps=null`). One value stands for a list of one, or for a mapping
     with its main key (`reward.functions=numeric`). An override of a section (`rollout={n: 4}`) changes the keys it names; a list
@@ -49,11 +49,13 @@ def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> RunCo
 
 
 def load_with_origins(
-    path: str | Path | None, overrides: Sequence[str] = ()
+    path: str | Path | RunConfig | None, overrides: Sequence[str] = ()
 ) -> tuple[RunConfig, Mapping[str, str]]:
     """Return the configuration and the origin of each setting: FILE:LINE, "command line" or "default"."""
     draft, subject = _Draft(), "the command line"
-    if path is not None:
+    if isinstance(path, RunConfig):
+        draft.set_all(_plain(path.model_dump(exclude_unset=True)), _ARGUMENT)
+    elif path is not None:
         draft.take(read_document(path), str(path))
         subject = f"{path} and the command line" if overrides else str(path)
     for override in overrides:

@@ -27,12 +27,14 @@ def remedies(
     generates = rl and phase in ("rollout", "validate")
     trains = phase in ("update", "advantages", "setting up", "save")
     computes = phase in ("update", "advantages", "log-probs", "validate")
-    parks = rl and not (on_cpu or engine.park or trains)
+    during_rollout = rl and not (on_cpu or engine.offload_during_rollout or trains)
     keeps_all = update and engine.activation_checkpointing != "full"
     stays_whole = update and torch and not engine.reshard_after_forward
     sums_whole = update and not engine.reduce_each_microbatch
     on_device = trains and not on_cpu and not engine.optimizer_offload
-    offloads = engine.activation_offload or engine.optimizer_offload or engine.park
+    offloads = (
+        engine.activation_offload or engine.optimizer_offload or engine.offload_during_rollout
+    )
     stages = f"engine.pipeline_parallel={2 * engine.pipeline_parallel}"
     budget = f"batch.tokens_per_device={max(2, config.batch.tokens_per_device // 2)}"
     cache = ("kv cache", "activations", "logits")
@@ -41,7 +43,7 @@ def remedies(
     table: list[tuple[bool, tuple[str, ...], str]] = [  # whether it helps, which parts, the setting
         (generates and not (is_auto and parts), cache, f"rollout.slots={max(1, slots // 2)}"),
         (generates, cache, "a shorter rollout.max_response_length"),
-        (parks, (*_STATE, "critic", "reference"), "engine.park=true"),
+        (during_rollout, (*_STATE, "critic", "reference"), "engine.offload_during_rollout=true"),
         (
             phase == "save" and config.checkpoint.background,
             ("staging",),
@@ -52,7 +54,7 @@ def remedies(
         (sums_whole, ("gradients",), "engine.reduce_each_microbatch=true"),
         (update and chunk > 1, ("logits",), f"engine.logprob_chunk={max(1, chunk // 4)}"),
         (computes, ("activations", "logits"), budget),
-        (on_cpu and offloads, ("host",), "no offloading and parking, which save nothing on a CPU"),
+        (on_cpu and offloads, ("host",), "no offloading, which saves nothing on a CPU"),
         (on_device, ("optimizer", "critic"), "engine.optimizer_offload=true"),
         (rl and bool(config.reward.models), ("reward models",), "a smaller model in reward.models"),
         (rl and config.algorithm.kl.coef > 0, ("reference",), "algorithm.kl.coef=0"),

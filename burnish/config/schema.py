@@ -154,7 +154,7 @@ class EngineConfig(Section):
     """torch: keep the activations of decoder layers on the host until the backward pass, except those of two layers. Copies overlap with compute."""
     optimizer_offload: MayChange[bool] = False
     """Keep the optimizer state on the host. A step brings it to the device in pieces."""
-    park: MayChange[bool] = False
+    offload_during_rollout: MayChange[bool] = False
     """rl: move weights, gradients and optimizer state to the host while completions are generated, also those of critic and reference. Evaluations move nothing."""
     compile: bool = False
     """torch: compile each decoder layer with torch.compile. Steps get faster after a first one of a minute or more. Needs a C++ compiler."""

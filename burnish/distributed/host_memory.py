@@ -152,7 +152,7 @@ def _pages(size: int) -> mmap.mmap:
         BurnishError,
         want=f"{size / 1e9:.2f} GB more for one process",
         do="set batch.tokens_per_device lower, or do without engine.activation_offload, "
-        "engine.optimizer_offload or engine.park; without these, start fewer processes on a machine",
+        "engine.optimizer_offload or engine.offload_during_rollout; without these, start fewer processes on a machine",
     ):
         return mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
 

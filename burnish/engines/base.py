@@ -84,7 +84,7 @@ class Engine(Protocol):
     def load(self, source: ShardSource, what: Part) -> None:
         """Fill this rank's shards. Collective."""
 
-    def parked(self) -> AbstractContextManager[None]:
+    def offloaded(self) -> AbstractContextManager[None]:
         """Keep weights, gradients and slots in host memory inside the block, which must not use the engine. Collective."""
 
     def close(self) -> None:

@@ -19,7 +19,7 @@ WAVE = 256 << 20
 
 
 @contextmanager
-def parked(
+def offloaded(
     tensors: Iterable[Tensor], arena: Arena, device: torch.device, layout: Layout
 ) -> Iterator[None]:
     """Move these tensors' storages from `device` to the arena inside the block, and restore them bit for bit.

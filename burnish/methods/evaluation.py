@@ -83,7 +83,7 @@ def prompt_validation(
 
     def validate() -> tuple[dict[str, float], RolloutTable]:
         before()
-        with collector.parked():
+        with collector.offloaded():
             table = collector.collect(prompts, 0, config.evaluation.n, how)
         answers = _answers(table, collector.layout)
         return _by_source(table, answers, judged_by, config.evaluation), table

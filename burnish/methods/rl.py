@@ -78,8 +78,8 @@ def train(config: RunConfig, local: RunConfig, layout: Layout, device: torch.dev
             bar.advance()
             collector = make_collector(foundation, pool, session.stopper.check, progress, judge)
             stack.callback(collector.generator.close)
-            if config.engine.park:
-                collector = replace(collector, parks=engines)
+            if config.engine.offload_during_rollout:
+                collector = replace(collector, offloads=engines)
             waiting = config.critic.warmup_steps
             version = weights_version(run.state.step, waiting)
             guard = import_module("burnish.methods.parts.guard").Guard

@@ -210,7 +210,7 @@ class Needs:
 
     @property
     def _while_generating(self) -> Parts:
-        if not self._engine.park:
+        if not self._engine.offload_during_rollout:
             return self._lasting
         return {n: size for n, size in self._lasting.items() if n in ("generator", "reward models")}
 
@@ -237,9 +237,9 @@ class Needs:
         in_turn: Parts = {}
         if self._engine.activation_offload:
             in_turn["activations"] = max(each._offloaded(checkpointing) for each in engines)
-        if self._engine.park and self._work.slots:
+        if self._engine.offload_during_rollout and self._work.slots:
             critic = self._lasting.get("critic", 0.0)
-            in_turn["parked"] = total_of(self._state) + self._reference + critic
+            in_turn["offloaded"] = total_of(self._state) + self._reference + critic
         parts = {"optimizer": offloaded}
         if in_turn:
             largest = max(in_turn, key=in_turn.__getitem__)

@@ -52,7 +52,7 @@ class RunningRequest(NamedTuple):
 class Generator(Protocol):
     """Samples from the current weights. A subclass may omit the last four methods."""
 
-    central: bool
+    called_by_rank0: bool
     """Whether rank 0 alone calls `generate`, for all ranks, perhaps in a thread while training goes on."""
 
     def generate(

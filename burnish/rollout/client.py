@@ -214,7 +214,7 @@ class Server:
 class ServedGenerator:
     """Generates with servers in other processes."""
 
-    central = True
+    called_by_rank0 = True
 
     def __init__(  # noqa: PLR0913
         self,

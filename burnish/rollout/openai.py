@@ -61,7 +61,7 @@ def _sent(message: Message) -> Message:
 class EndpointGenerator(Generator):
     """Generates for evaluation. Its completions have texts; their log-probs are NaN."""
 
-    central = True
+    called_by_rank0 = True
 
     def __init__(
         self,

@@ -148,7 +148,7 @@ def _started(request: Request, sampling: Sampling, made: Callable[..., R]) -> li
 class LocalGenerator(ABC, Generic[R]):
     """Keeps the requests and completions of a running `generate`."""
 
-    central = False
+    called_by_rank0 = False
 
     def __init__(
         self,

@@ -542,8 +542,8 @@ def make_collector(
     failures = RewardFailures(foundation.config.reward)
     layout = foundation.layout
     stragglers = None
-    if layout.world > 1 and not generator.central:
+    if layout.world > 1 and not generator.called_by_rank0:
         stragglers = import_module("burnish.runs.stragglers").Stragglers(warns=layout.is_main)
     common = (layout, check, progress, failures, judge, stragglers)
-    beside = foundation.config.rollout.place == "child"
-    return Collector(generator, decode, pool.score, *common, beside=beside)
+    shares_device = foundation.config.rollout.place == "child"
+    return Collector(generator, decode, pool.score, *common, shares_device=shares_device)

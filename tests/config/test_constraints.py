@@ -192,7 +192,7 @@ BAD: list[tuple[Command, list[str], list[str]]] = [
         ["engine.activation_offload=true", "engine.activation_checkpointing=selective"],
         ["engine.activation_offload: true", "none or full"],
     ),
-    ("sft", ["engine.park=true"], ["nothing is generated", "engine.park: true", "engine.optimizer_offload"]),
+    ("sft", ["engine.offload_during_rollout=true"], ["nothing is generated", "engine.offload_during_rollout: true", "engine.optimizer_offload"]),
     ("sft", ["name=a/b"], ["name", "'a/b'"]),
     ("sft", ["name=.."], ["name"]),
     ("rl", ["name=''"], ["name"]),

@@ -26,7 +26,7 @@ def asked(
         ("gradients", "update", {"engine": {"reduce_each_microbatch": False}}, "engine.reduce_each_microbatch=true"),
         ("logits", "update", {"engine": {"logprob_chunk": 512}}, "engine.logprob_chunk=128"),
         ("kv cache", "rollout", {"rollout": {"slots": 64}}, "rollout.slots=32"),
-        ("weights", "rollout", {}, "engine.park=true"),
+        ("weights", "rollout", {}, "engine.offload_during_rollout=true"),
         ("reference", "update", {"algorithm": {"kl": {"coef": 0.1}}}, "algorithm.kl.coef=0"),
         ("reward models", "rollout", {"reward": {"models": [{"path": "m"}]}}, "a smaller model in reward.models"),
         ("staging", "save", {"checkpoint": {"background": True}}, "checkpoint.background=false"),
@@ -47,15 +47,23 @@ def test_automatic_slots_are_lowered_where_a_run_has_no_memory_for_them() -> Non
 
 
 def test_settings_that_are_set_are_not_named() -> None:
-    engine = {"activation_checkpointing": "full", "optimizer_offload": True, "park": True}
+    engine = {
+        "activation_checkpointing": "full",
+        "optimizer_offload": True,
+        "offload_during_rollout": True,
+    }
     found = asked("rl", "update", engine=engine) + asked("rl", "rollout", engine=engine)
-    names = ("engine.activation_checkpointing", "engine.optimizer_offload", "engine.park")
+    names = (
+        "engine.activation_checkpointing",
+        "engine.optimizer_offload",
+        "engine.offload_during_rollout",
+    )
     assert not [setting for setting in found if setting.startswith(names)]
 
 
 def test_a_cpu_has_nowhere_to_offload_to() -> None:
     found = asked("rl", "rollout", on_cpu=True) + asked("sft", "update", on_cpu=True)
-    assert not {"engine.park=true", "engine.optimizer_offload=true"} & set(found)
+    assert not {"engine.offload_during_rollout=true", "engine.optimizer_offload=true"} & set(found)
     assert asked("sft", "update", "host", on_cpu=True, engine={"optimizer_offload": True})[
         0
     ].startswith("no offloading")

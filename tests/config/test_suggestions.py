@@ -91,7 +91,7 @@ def test_what_is_said_of_a_name_from_elsewhere() -> None:
     ("name", "value", "do"),
     [
         ("param_offload", False, "leave it out"),
-        ("param_offload", True, "write engine.park=true"),
+        ("param_offload", True, "write engine.offload_during_rollout=true"),
         ("trainer.val_before_train", True, "leave it out"),
         ("beta", 0.0, "leave it out"),
         ("beta", 0.04, "write algorithm.kl.coef=0.04"),

@@ -55,7 +55,7 @@ def compare_rank(layout: Layout, path: Path, settings: dict[str, Any]) -> dict[s
             for engine in engines:
                 engine.forward_backward(batch, loss)
                 engine.optim_step(LR)
-            with engines[0].parked():
+            with engines[0].offloaded():
                 pass
         for part in (Part.WEIGHTS, Part.TRAINING):
             for mine, theirs in zip(*(engine.shards(part) for engine in engines), strict=True):
@@ -108,7 +108,7 @@ def said_rank(layout: Layout) -> list[str]:
 
     with pytest.raises(BurnishError) as made:
         engine(moves=True)
-    with pytest.raises(BurnishError) as parked, engine(moves=False).parked():
+    with pytest.raises(BurnishError) as parked, engine(moves=False).offloaded():
         pass
     return [str(made.value), str(parked.value)]
 

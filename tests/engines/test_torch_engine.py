@@ -333,11 +333,11 @@ def test_parking_frees_memory_and_changes_nothing(
     storages = [s.tensor.untyped_storage() for part in Part for s in parked.shards(part)]
     held = sum({each._cdata: each.nbytes() for each in storages}.values())
     for _ in range(2):
-        with parked.parked():
+        with parked.offloaded():
             assert {storage.nbytes() for storage in storages} == {0}
             sizes.append(parked.mesh.arena.used)
         assert parked.mesh.arena.used == 0
-    with pytest.raises(InterruptedError), parked.parked():
+    with pytest.raises(InterruptedError), parked.offloaded():
         raise InterruptedError
     assert sizes[0] == sizes[1] > held, "the gradients are there too"
     norms = [engine.optim_step(LR).values_by_name()["grad_norm"] for engine in engines]

@@ -105,7 +105,7 @@ def test_parking_changes_nothing_and_frees_an_accelerators_memory(
     before = {part: copies(list(parked.shards(part))) for part in Part}
     held = sum(tensor.nbytes for tensors in before.values() for tensor in tensors)
     outside = allocated(device) if device.type == "cuda" else 0
-    with parked.parked():
+    with parked.offloaded():
         if device.type == "cuda":
             assert outside - allocated(device) >= held
     for part in Part:
@@ -122,7 +122,7 @@ def test_parking_restores_also_where_the_block_raises(
     path = save_tiny(tmp_path / "qwen3", "qwen3", torch.float32)
     engine = make_engine(alone, path, device=device, precision="fp32")
     before = copies(list(engine.shards(Part.WEIGHTS)))
-    with pytest.raises(InterruptedError), engine.parked():
+    with pytest.raises(InterruptedError), engine.offloaded():
         raise InterruptedError
     for copy, shard in zip(before, engine.shards(Part.WEIGHTS), strict=True):
         assert torch.equal(copy, shard.tensor.cpu())

@@ -60,7 +60,7 @@ def test_merged_and_off(tmp_path: Path, alone: Layout, device: torch.device) -> 
         assert torch.allclose(shard.part(shard.box).cpu(), merged[shard.spec.name], atol=1e-6)
     batch = cut(make_examples(VOCAB), alone, 2)
     before = [each.logprobs for each in engine.forward(batch, adapter=False)]
-    with engine.parked():
+    with engine.offloaded():
         pass
     after = [each.logprobs for each in engine.forward(batch, adapter=False)]
     assert all(map(torch.equal, before, after))

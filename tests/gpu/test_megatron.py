@@ -97,7 +97,7 @@ def test_parking_frees_the_device_and_changes_no_bit(
     before = copies(engine)
     held = sum(tensor.nbytes for tensor in before)
     there = allocated(device)
-    with engine.parked():
+    with engine.offloaded():
         assert there - allocated(device) >= (held if device.type == "cuda" else 0)
     assert all(torch.equal(*pair) for pair in zip(before, copies(engine), strict=True))
     engine.close()

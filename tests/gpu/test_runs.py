@@ -47,7 +47,7 @@ PARTS = {
 """Settings of parts of a run that a device has to do with, for both kinds of runs."""
 RL_PARTS = {
     "adapter": [*PARTS["lora"], "model.lora.publish=adapter", "algorithm.kl.coef=0.1"],
-    "ppo": ["algorithm.advantage=gae", "engine.park=true", "algorithm.kl.place=reward", "algorithm.kl.coef=0.1"],
+    "ppo": ["algorithm.advantage=gae", "engine.offload_during_rollout=true", "algorithm.kl.place=reward", "algorithm.kl.coef=0.1"],
     "judge": ["reward.models=[{path: judge}]", "algorithm.kl.coef=0.1"],
     "replay": [*PARTS["experts"], "algorithm.router_replay=rollout"],
     "megatron_replay": [*PARTS["megatron"], *PARTS["experts"], "algorithm.router_replay=recompute"],

@@ -81,7 +81,7 @@ def test_the_table_covers_what_it_should():
         "optim.moments=bf16",
         "engine.activation_offload=True",
         "engine.optimizer_offload=True",
-        "engine.park=True",
+        "engine.offload_during_rollout=True",
         "checkpoint.background=True",
         "engine.kind=megatron, engine.tensor_parallel=2",
         "engine.kind=megatron, engine.pipeline_parallel=2",

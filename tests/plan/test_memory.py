@@ -95,28 +95,28 @@ def test_two_layers_of_activations_stay_on_the_device():
 
 def test_parked_models_leave_the_device_to_the_generator():
     kl = {"kl": {"coef": 0.1}}
-    park = {"park": True}
+    park = {"offload_during_rollout": True}
     found = plan("rl", engine=park, algorithm=kl)
     assert found.phases["rollout"].keys() == {"generator", "kv cache", "activations", "logits"}
-    assert found.host == {"parked": 12 * ALL + 4 * ALL}  # a reference has no optimizer
+    assert found.host == {"offloaded": 12 * ALL + 4 * ALL}  # a reference has no optimizer
     assert {"weights", "optimizer", "reference"} <= found.phases["update"].keys()
     critic = plan("rl", engine=park, algorithm={"advantage": "gae"})
-    assert critic.host == {"parked": 12 * ALL + 12 * (ALL - HEAD)}
+    assert critic.host == {"offloaded": 12 * ALL + 12 * (ALL - HEAD)}
     both = plan("rl", engine=park | {"optimizer_offload": True}, algorithm=kl)
-    assert both.host == {"optimizer": 8 * ALL, "parked": 8 * ALL}
+    assert both.host == {"optimizer": 8 * ALL, "offloaded": 8 * ALL}
     adapter = plan("rl", engine=park, lora={"rank": 2, "targets": ["q_proj"]})
-    assert adapter.host == {"parked": 4 * ALL + 12 * 3 * 2 * (8 + 8)}
+    assert adapter.host == {"offloaded": 4 * ALL + 12 * 3 * 2 * (8 + 8)}
 
 
 def test_the_host_has_room_for_what_is_away_at_one_time():
-    engine = {"park": True, "activation_offload": True}
+    engine = {"offload_during_rollout": True, "activation_offload": True}
     full = engine | {"activation_checkpointing": "full"}
-    assert plan("rl", engine=full).host == {"parked": 12 * ALL}
+    assert plan("rl", engine=full).host == {"offloaded": 12 * ALL}
     assert plan("rl", engine=engine).host.keys() == {"activations"}
 
 
 def test_between_processes_on_cpus_the_host_is_the_device():
-    engine = {"optimizer_offload": True, "park": True}
+    engine = {"optimizer_offload": True, "offload_during_rollout": True}
     away, here = (
         plan("rl", "1xCPU-24G", engine=each, rollout={"n": 1, "max_response_length": 48})
         for each in (engine, {})
@@ -130,7 +130,7 @@ def test_reward_models_lie_beside_the_policy():
     """A head of one number for each token instead of an output layer; in the dtype of computing, and gathered."""
     found = plan("rl", judges=[MODEL])
     assert found.phases["save"]["reward models"] == 4 * 2 * (ALL - HEAD)
-    bf16 = {"precision": "bf16", "park": True}
+    bf16 = {"precision": "bf16", "offload_during_rollout": True}
     two = plan("rl", "2xH100-80G", judges=[MODEL] * 3, engine=bf16, batch={"prompts": 2})
     root = 32 * 8 + 8  # stays gathered, the layers do not
     assert two.phases["rollout"]["reward models"] == 3 * 2 * ((ALL - HEAD) / 2 + root)

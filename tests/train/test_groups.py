@@ -69,7 +69,7 @@ class Script:
     ) -> None:
         self.told, self.layout = told, layout or Layout()
 
-    def parked(self) -> AbstractContextManager[None]:
+    def offloaded(self) -> AbstractContextManager[None]:
         return nullcontext()
 
     def collect(self, prompts: Sequence[Prompt], *_: object) -> RolloutTable:
@@ -318,7 +318,7 @@ def _made(layout: Layout) -> tuple[list[int], list[int]]:
     def generate(requests: Sequence[Request], *_: object) -> list[list[Completion]]:
         return [[rollout(0, 0, 3).completion] * each.samples for each in requests]
 
-    generator: Any = SimpleNamespace(central=False, generate=generate)
+    generator: Any = SimpleNamespace(called_by_rank0=False, generate=generate)
     heard, progress = RewardFailures(RewardConfig()), Progress(enabled=False)
     score = lambda rollouts, check: rollouts  # noqa: E731
     collector = Collector(generator, str, score, layout, lambda: None, progress, heard)
@@ -340,7 +340,7 @@ def test_a_device_s_cache_is_emptied_for_a_generator_beside_it_alone(
 ) -> None:
     did: list[str] = []
     monkeypatch.setattr("burnish.methods.parts.rollouts.empty_cache", lambda: did.append("emptied"))
-    generator = SimpleNamespace(central=True)
+    generator = SimpleNamespace(called_by_rank0=True)
     monkeypatch.setattr("burnish.runs.setup.make_generator", lambda foundation: generator)
     config = configured(rollout={"place": place})
     foundation: Any = SimpleNamespace(config=config, tokenizer=char_tokenizer(), layout=Layout())
@@ -349,17 +349,17 @@ def test_a_device_s_cache_is_emptied_for_a_generator_beside_it_alone(
     collector = make_collector(foundation, pool, lambda: None, progress, None)
 
     @contextmanager
-    def parked() -> Iterator[None]:
-        did.append("parked")
+    def offloaded() -> Iterator[None]:
+        did.append("offloaded")
         yield
         did.append("restored")
 
-    engine: Any = SimpleNamespace(parked=parked)
+    engine: Any = SimpleNamespace(offloaded=offloaded)
     for parks in ((), (engine,)):
-        with replace(collector, parks=parks).parked():
+        with replace(collector, offloads=parks).offloaded():
             did.append("generated")
     emptied = ["emptied"] * (place == "child")
-    assert did == ["generated", "parked", *emptied, "generated", "restored"]
+    assert did == ["generated", "offloaded", *emptied, "generated", "restored"]
 
 
 def _sampled(layout: Layout) -> str:

@@ -55,7 +55,7 @@ class Ticking:
     order: random.Random
     pause: float
     version: int = -1
-    central: bool = True
+    called_by_rank0: bool = True
     begun: dict[SampleKey, int] = field(default_factory=dict)
     """How many tokens each had when it was asked for."""
     lock: Any = field(default_factory=threading.Lock)

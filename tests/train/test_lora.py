@@ -240,7 +240,13 @@ def test_another_run_goes_on_from_it(lora, first):
 
 @pytest.mark.nightly
 def test_the_kl_to_the_adapter_that_it_starts_from_begins_at_zero(lora, first):
-    start = ["rl", "rl.yaml", "model.path=base", "model.fresh=null", "engine.park=true"]
+    start = [
+        "rl",
+        "rl.yaml",
+        "model.path=base",
+        "model.fresh=null",
+        "engine.offload_during_rollout=true",
+    ]
     start += [f"model.lora.path={committed(first / 'checkpoints')[-1].path}/model"]
     start += ["algorithm.kl.coef=0.1", "engine.precision=bf16", "steps=3"]
     start += ["evaluation.every=0"]

@@ -73,7 +73,7 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
         {
             "algorithm": {"advantage": "gae", "kl": {"coef": 0.1, "place": "reward"}},
             "critic": {"warmup_steps": 2},
-            "engine": {**RL["engine"], "park": True},
+            "engine": {**RL["engine"], "offload_during_rollout": True},
         },
     ),
     "remax": (1, {"algorithm": {"advantage": "remax"}}),
@@ -121,8 +121,8 @@ def test_a_batch_is_drawn_with_the_weights_of_so_many_steps_before(
 class Weights:
     """Stands for a generator: knows the version of what it has."""
 
-    def __init__(self, central: bool) -> None:
-        self.central, self.version = central, -1
+    def __init__(self, called_by_rank0: bool) -> None:
+        self.called_by_rank0, self.version = called_by_rank0, -1
 
     def load_weights(self, weights: Publication, version: int) -> None:
         self.version = version
@@ -165,7 +165,7 @@ def queue_of(
     rollout = SimpleNamespace(ahead=ahead, in_flight=place == "in flight")
     critic, reward = SimpleNamespace(warmup_steps=0), RewardConfig()
     config = SimpleNamespace(rollout=rollout, critic=critic, reward=reward)
-    collector = Collected(Weights(central=place != "inside"))
+    collector = Collected(Weights(called_by_rank0=place != "inside"))
     sampler = Scripted(config, collector, Loader(1, 0, shuffle=False, cursor=cursor), list(delays))
     return RolloutQueue(sampler, total), sampler  # type: ignore[arg-type]
 

@@ -112,7 +112,7 @@ def test_parked_models_leave_the_device_to_the_generator_and_learn_the_same(
         settings: dict[str, Any] = {
             "name": f"park_{park}",
             "steps": 2,
-            "engine": {**RL.get("engine", {}), "park": park},
+            "engine": {**RL.get("engine", {}), "offload_during_rollout": park},
             "rollout": UNGUARDED,
             **EVERYTHING["critic"],
         }

@@ -34,7 +34,7 @@ CASES: dict[str, tuple[int, int, dict[str, Any]]] = {
         {
             "algorithm": {"advantage": "gae"},
             "critic": {"warmup_steps": 2},
-            "engine": {**RL["engine"], "park": True},
+            "engine": {**RL["engine"], "offload_during_rollout": True},
         },
     ),
     "remax": (1, 1, {"algorithm": {"advantage": "remax"}}),

@@ -31,7 +31,7 @@ from burnish.engines.megatron.distributed_optimizer import MegatronOptimizer, Me
 from burnish.engines.megatron.host import megatron_called
 from burnish.engines.megatron.mesh import MegatronMesh
 from burnish.engines.megatron.model import build_stages
-from burnish.engines.offload import parked
+from burnish.engines.offload import offloaded
 from burnish.engines.sharded_engine import ShardedEngine, trained
 from burnish.models.meta_init import has_value_head
 from burnish.models.routing import Routing, index_dtype, tokens_of
@@ -190,11 +190,11 @@ class MegatronEngine(ShardedEngine):
             source.fill(self.shards(what))
 
     @contextmanager
-    def parked(self) -> Iterator[None]:
-        """See `Engine.parked`."""
+    def offloaded(self) -> Iterator[None]:
+        """See `Engine.offloaded`."""
         tensors = [parameter.data for chunk in self._chunks for parameter in chunk.parameters()]
         tensors += [] if self._optimizer is None else self._optimizer.tensors()
-        with parked(tensors, self.arena, self._device, self.layout):
+        with offloaded(tensors, self.arena, self._device, self.layout):
             yield
 
     def close(self) -> None:

@@ -171,15 +171,15 @@ class TorchEngine(ShardedEngine):
         source.fill(self.shards(what))
 
     @contextmanager
-    def parked(self) -> Iterator[None]:
-        """See `Engine.parked`."""
+    def offloaded(self) -> Iterator[None]:
+        """See `Engine.offloaded`."""
         self._reshard()
         parameters = list(self._scorer.parameters())
         tensors = [*parameters, *(p.grad for p in parameters if p.grad is not None)]
         if self._optimizer is not None:
             tensors += [t for held in self._optimizer.slots().values() for t in held.values()]
-        parked = import_module("burnish.engines.offload").parked
-        with parked(map(local, tensors), self.arena, self._device, self.layout):
+        offloaded = import_module("burnish.engines.offload").offloaded
+        with offloaded(map(local, tensors), self.arena, self._device, self.layout):
             yield
 
     def _reshard(self) -> None:

@@ -86,7 +86,7 @@ class Guard:
     def _drawn(self) -> RolloutTable:
         """Return a completion of each prompt, from every rank's generator. Collective."""
         config, rank, world = self.update.config, self.layout.rank, self.layout.world
-        asking = 1 if self.generator.central else world
+        asking = 1 if self.generator.called_by_rank0 else world
         seed = derive_seed(config.seed, "guard") % 2**63
         how = sampling(config.rollout, config.rollout, seed, step=0)
         replayed = config.algorithm.router_replay == "rollout"

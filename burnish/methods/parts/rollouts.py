@@ -70,20 +70,20 @@ class Collector:
     judge: Judge | None = None
     stragglers: Any = None
     """A `burnish.runs.stragglers.Stragglers`, which gets each rank's seconds of generating and scoring; None with one rank."""
-    parks: Sequence[Engine] = ()
-    """Engines that leave the device while completions are generated (`engine.park`)."""
-    beside: bool = False
-    """Whether the generator is another process on this device, which uses the memory that parking frees."""
+    offloads: Sequence[Engine] = ()
+    """Engines that leave the device while completions are generated (`engine.offload_during_rollout`)."""
+    shares_device: bool = False
+    """Whether another process generates on this device and uses the memory that offloading frees."""
     partial: PartialCompletions | None = None
     """Tracks begun completions for saves; None without `rollout.in_flight`."""
 
     @contextmanager
-    def parked(self) -> Iterator[None]:
-        """Keep the parked engines off the device inside the block. Collective."""
+    def offloaded(self) -> Iterator[None]:
+        """Keep the engines of `offloads` off the device inside the block. Collective."""
         with ExitStack() as stack:
-            for engine in self.parks:
-                stack.enter_context(engine.parked())
-            if self.parks and self.beside:
+            for engine in self.offloads:
+                stack.enter_context(engine.offloaded())
+            if self.offloads and self.shares_device:
                 empty_cache()
             yield
 
@@ -95,7 +95,7 @@ class Collector:
         Every rank gets tokens and texts of its own rollouts, and the numbers of all. Prompt i is drawn with
         key `first_key` + i. Raises `StopRequested` on all ranks if a signal reached any.
         """
-        if self.generator.central and self.layout.world > 1:
+        if self.generator.called_by_rank0 and self.layout.world > 1:
 
             def made(beat: Callable[[], None]) -> RolloutTable:
                 main = replace(self.on_main, check=_both(self.check, beat))
@@ -141,7 +141,7 @@ class Collector:
     @property
     def on_main(self) -> Collector:
         """The collector of rank 0 alone, without reward models."""
-        return replace(self, layout=Layout(), judge=None, parks=())
+        return replace(self, layout=Layout(), judge=None, offloads=())
 
     def _generated(self, requests: Sequence[Request], sampling: Sampling) -> list[list[Completion]]:
         total = sum(request.samples for request in requests)
@@ -250,7 +250,7 @@ class GroupSampler:
 class RolloutQueue:
     """Draws each batch `rollout.ahead` steps before it is taken, and publishes weights. Collective.
 
-    With a central generator, a thread of rank 0 draws while training goes on. It finishes before new
+    With a generator that only rank 0 calls, a thread of rank 0 draws while training goes on. It finishes before new
     weights are published, unless `rollout.in_flight` is set.
     """
 
@@ -290,9 +290,9 @@ class RolloutQueue:
         last = min(step + self._ahead, self._total_steps - 1)
         if self._lost is not None:
             raise self._lost
-        if not collector.generator.central:
+        if not collector.generator.called_by_rank0:
             for number in range(step + len(self._pending), last + 1):
-                with collector.parked():
+                with collector.offloaded():
                     self._pending.append(self._sampler.sample(number))
         else:
             if self._background is None:
@@ -300,7 +300,7 @@ class RolloutQueue:
                 self._background = BackgroundSampler(self._sampler, first, self._partial)
             self._background.go_on(last)
             if not self._pending:
-                with collector.parked():
+                with collector.offloaded():
                     self._take_over(1, collector.check)
                 if self._lost is not None:
                     raise self._lost
@@ -398,7 +398,7 @@ class RolloutQueue:
         stragglers = self._sampler.collector.stragglers
         if stragglers is not None:
             stats |= stragglers.stats()
-        if self._sampler.collector.generator.central:
+        if self._sampler.collector.generator.called_by_rank0:
             stats["perf/wait_seconds"] = Max(self._waited)
             self._waited = 0.0
         if len(made) and (self._ahead or lags.any()):

@@ -100,7 +100,7 @@ def parked_rank(layout: Layout, path: Path, layouts: Sequence[Mapping[str, Any]]
             assert not torch.equal(before, said(engine, batch))
             slot = next(iter(engine.shards(Part.TRAINING))).tensor
             if parks:
-                with engine.parked():
+                with engine.offloaded():
                     assert slot.untyped_storage().nbytes() == 0
             engine.forward_backward(batch, loss)
             norm = engine.optim_step(LR).values_by_name()["grad_norm"]

@@ -42,7 +42,7 @@ def steps_of(
     for _ in range(3):
         engine.forward_backward(batch, loss)
         engine.optim_step(LR)
-        with engine.parked():
+        with engine.offloaded():
             pass
     held = [
         (shard.spec.name, shard.tensor.clone())
