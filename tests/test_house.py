@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import ast
+import json
+import os
 import re
+import subprocess
+import sys
 from collections import defaultdict
-from collections.abc import Iterator
 from functools import cache
+from operator import itemgetter
 from pathlib import Path
 
+import pytest
+from training_files import RL, done, make_files
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 ROOT = Path(__file__).parents[1]
@@ -16,68 +22,50 @@ MOST_FUNCTIONS_OF_THE_WHOLE_CONFIGURATION = 15
 MOST_DOUBLED_CLASSES = 0
 MOST_DOUBLED_MODULES = 0
 MOST_LINES_OF_A_FILE = 900
-OPTIONAL = (
-    "burnish.plan",
-    "burnish.check.",
-    "burnish.methods.layout_check",
-    "burnish.engines.megatron",
-    "burnish.data.length_cache",
-    "burnish.checkpoint.kept",
-    "burnish.checkpoint.tools",
-    "burnish.models.composite",
-    "burnish.models.lora",
-    "burnish.models.kernels.sink_attention",
-    "burnish.models.kernels.span_attention",
-    "burnish.models.kernels.liger",
-    "burnish.models.kernels.triton_logprobs",
-    "burnish.models.kernels.ulysses",
-    "burnish.models.parts",
-    "burnish.models.routing",
-    "burnish.models.value_head",
-    "burnish.algorithms.advantages",
-    "burnish.algorithms.critic",
-    "burnish.algorithms.policy_loss",
-    "burnish.algorithms.token_selection",
-    "burnish.distributed.accelerators",
+MOST_LOADED_LINES = 38_500
+"""Lines of our modules that a plain run may load."""
+OPTIONS = (
+    "burnish.data.in_memory",
+    "burnish.data.streaming",
     "burnish.distributed.failure_watch",
     "burnish.distributed.slurm",
-    "burnish.distributed.spinning",
-    "burnish.distributed.stall",
-    "burnish.distributed.tensor_collectives",
+    "burnish.engines.megatron",
     "burnish.engines.offload",
-    "burnish.rollout.builtin.shared_cache",
-    "burnish.methods.parts.critic",
     "burnish.engines.optim.muon",
     "burnish.engines.torch.activation_offload",
     "burnish.engines.torch.compilation",
     "burnish.engines.torch.tensor_parallel",
-    "burnish.checkpoint.destinations",
-    "burnish.files.remote",
-    "burnish.files.cache",
-    "burnish.files.backends",
-    "burnish.tracking.console",
-    "burnish.tracking.logs",
-    "burnish.tracking.rollouts",
-    "burnish.tracking.profiles",
-    "burnish.tracking.services",
-    "burnish.tracking.traces",
-    "burnish.methods.evaluation",
-    "burnish.methods.parts.guard",
-    "burnish.files.hub",
-    "burnish.launch",
-    "burnish.runs.hub_revisions",
-    "burnish.runs.model_card",
-    "burnish.data.splits",
-    "burnish.data.in_memory",
-    "burnish.data.streaming",
-    "burnish.runs.download_inputs",
-    "burnish.runs.out_of_memory",
-    "burnish.runs.replicas",
-    "burnish.runs.stragglers",
-    "burnish.methods.parts.judges",
-    "burnish.view",
+    "burnish.launch.ray",
+    "burnish.models.composite",
+    "burnish.models.kernels.liger",
+    "burnish.models.kernels.sink_attention",
+    "burnish.models.kernels.span_attention",
+    "burnish.models.kernels.triton_logprobs",
+    "burnish.models.kernels.ulysses",
+    "burnish.models.mxfp4",
+    "burnish.models.routing",
+    "burnish.rollout.client",
+    "burnish.rollout.inference_engine",
+    "burnish.rollout.openai",
+    "burnish.rollout.server",
+    "burnish.rollout.sglang",
+    "burnish.rollout.vllm",
+    "burnish.translate",
+    "burnish.view.server",
 )
-"""What `import burnish.methods.rl` must not reach."""
+"""Modules that a plain run must not load."""
+PLAIN = """
+import json, sys
+from pathlib import Path
+from burnish.cli.main import main
+assert main(["rl", "rl.yaml", "name=measured"]) == 0
+files = {name: getattr(module, "__file__", None) for name, module in sys.modules.items()}
+ours = {name: file for name, file in files.items() if file and name.partition(".")[0] == "burnish"}
+Path("loaded.json").write_text(json.dumps({
+    name: Path(file).read_text().count("\\n") for name, file in ours.items()
+}))
+"""
+"""A run of two steps in a process of its own, which writes the lines of each module that it has loaded."""
 OTHER_MEANINGS = {"git", "gemma"}
 """Model types that are also a program's name, and the name of a rounding mode of Liger's norm."""
 
@@ -102,37 +90,31 @@ def lines() -> dict[str, int]:
     return {name: path.read_text().count("\n") for name, path in paths.items()}
 
 
-def imported(tree: ast.Module) -> Iterator[str]:
-    """Names of our modules that a module imports, inside functions and for types as well."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("burnish"):
-            yield str(node.module)
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
-        elif isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names if alias.name.startswith("burnish"))
-
-
-def closure(root: str) -> set[str]:
-    """The modules that importing `root` can reach."""
-    seen: set[str] = set()
-    todo = [root]
-    while todo:
-        name = todo.pop()
-        if name in modules() and name not in seen:
-            seen.add(name)
-            parts = name.split(".")
-            todo += [".".join(parts[:count]) for count in range(1, len(parts))]
-            todo += imported(modules()[name])
-    return seen
+@pytest.fixture(scope="module")
+def loaded(tmp_path_factory: pytest.TempPathFactory) -> dict[str, int]:
+    """Lines of the modules that a plain run of reinforcement learning loads: one process, all defaults, a kept proof."""
+    root = make_files(tmp_path_factory.mktemp("plain"))
+    settings = {key: value for key, value in RL.items() if key not in ("evaluation", "tracking")}
+    settings |= {"steps": 2, "data": {"train": ["train.jsonl"]}}
+    (root / "rl.yaml").write_text(json.dumps(settings))
+    done(root, "rl", "rl.yaml")
+    environ = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    subprocess.run([sys.executable, "-c", PLAIN], cwd=root, env=environ, check=True)
+    found: dict[str, int] = json.loads((root / "loaded.json").read_text())
+    return found
 
 
 def test_files_are_small() -> None:
     assert [name for name, count in lines().items() if count > MOST_LINES_OF_A_FILE] == []
 
 
-def test_the_training_loop_can_be_read() -> None:
-    reached = closure("burnish.methods.rl")
-    assert [name for name in sorted(reached) if name.startswith(OPTIONAL)] == []
+def test_a_plain_run_loads_the_core(loaded: dict[str, int]) -> None:
+    assert sum(loaded.values()) <= MOST_LOADED_LINES, sorted(loaded.items(), key=itemgetter(1))
+
+
+def test_a_plain_run_loads_no_option(loaded: dict[str, int]) -> None:
+    assert [name for name in sorted(loaded) if name.startswith(OPTIONS)] == []
+    assert [name for name in OPTIONS if not any(each.startswith(name) for each in modules())] == []
 
 
 def test_no_class_name_and_no_module_name_stands_twice() -> None:

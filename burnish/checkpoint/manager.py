@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
-from importlib import import_module
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Protocol, Self
 
@@ -192,10 +191,9 @@ class Checkpoints:
                 if self._background_timeout is not None:
                     token = self._saver.token
                     held = (token.descriptor,) if token is not None else ()
-                    module = import_module("burnish.checkpoint.background")
-                    self._background = module.BackgroundSaver(
-                        self._saver, self._background_timeout, held
-                    )
+                    from burnish.checkpoint.background import BackgroundSaver
+
+                    self._background = BackgroundSaver(self._saver, self._background_timeout, held)
         except BaseException:
             self._close()
             raise

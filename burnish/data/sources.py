@@ -14,7 +14,6 @@ import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
-from importlib import import_module
 from itertools import chain, islice
 from pathlib import Path, PurePath
 from typing import Any
@@ -221,8 +220,10 @@ def matching_files(path: str, setting: str) -> list[Path]:
         )
     found = [plain]
     if not plain.is_file():
+        from burnish.data.splits import entry_files
+
         with of_setting(setting):
-            found, notice = import_module("burnish.data.splits").entry_files(path, setting)
+            found, notice = entry_files(path, setting)
         if notice:
             _log.warning(notice)
     if not found:

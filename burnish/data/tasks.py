@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
-from importlib import import_module
 from itertools import chain, pairwise
 from pathlib import PurePath
 from typing import Any, TypeVar, overload
@@ -168,16 +167,17 @@ class RowDataset(ItemSequence[Item]):
         rows, data = self.rows, self._data.model_dump(exclude={"train", "validation"})
         kind, ends = type(self).__name__, self._eos
         named = (rows.digest, len(rows), rows.keys, kind, self.limit, data, ends, self._strict)
-        kept = import_module("burnish.data.length_cache")
-        key = kept.key_of(self._tokenizer, named)
-        found: Lengths | None = kept.read(key) if key else None
+        from burnish.data import length_cache
+
+        key = length_cache.key_of(self._tokenizer, named)
+        found: Lengths | None = length_cache.read(key) if key else None
         contents = gather_objects(rows.digest.partition(" ")[0], self._layout)
         sharing = self._layout if len(set(contents)) == 1 else Layout()
         if any_rank(found is None, sharing) or found is None:
             with progress.phase("tokenizing", len(rows)) as bar:
                 found = self._tokenized(bar, sharing)
             if key and found[0].sum() >= WORTH_KEEPING and self._layout.local_rank == 0:
-                kept.write(key, found)
+                length_cache.write(key, found)
         return found
 
     def _tokenized(self, bar: Bar, sharing: Layout) -> Lengths:

@@ -13,7 +13,6 @@ import resource
 import sys
 import time
 from collections.abc import Callable
-from importlib import import_module
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -173,8 +172,9 @@ def _peak_from_rusage() -> int:
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
     """Return the peak FLOP/s of matrix products: tabulated for 16 bits, else measured."""
     if dtype.itemsize == 2:
-        named = import_module("burnish.distributed.accelerators").accelerator_named
-        if known := named(device_name(device)):
+        from burnish.distributed.accelerators import accelerator_named
+
+        if known := accelerator_named(device_name(device)):
             return float(known.flops)
     return measured_matmul_peak(device, dtype)
 

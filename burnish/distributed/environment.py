@@ -13,7 +13,6 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib import import_module
 from types import FrameType
 
 from burnish.distributed.layout import Layout
@@ -60,7 +59,9 @@ def place_of(environ: Mapping[str, str]) -> RankPlace:
     if "RANK" in environ or "WORLD_SIZE" in environ:
         place = _torchrun(environ)
     elif "SLURM_PROCID" in environ and "SLURM_STEP_NODELIST" in environ:
-        place = import_module("burnish.distributed.slurm").place_of_step(environ)
+        from burnish.distributed.slurm import place_of_step
+
+        place = place_of_step(environ)
     if place.layout.world > 1 and not 0 < place.port < 1 << 16:
         raise UsageError(
             "the environment variable MASTER_PORT is not a TCP port",

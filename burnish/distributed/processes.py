@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from importlib import import_module
 from typing import TypeVar
 
 import torch
@@ -84,7 +83,9 @@ def tuned(device: torch.device) -> Iterator[None]:
         yield
         return
     keep_freed_pages()
-    with import_module("burnish.distributed.spinning").brief_while_crowded():
+    from burnish.distributed.spinning import brief_while_crowded
+
+    with brief_while_crowded():
         yield
 
 
@@ -112,15 +113,18 @@ def process_group(
         store = held.enter_context(_meeting(place, timeout))
         watch = None
         if layout.world > 1:
-            watched = import_module("burnish.distributed.failure_watch")
-            limits = watched.StallLimits(stall_seconds, timeout_seconds)
+            from burnish.distributed.failure_watch import FailureWatch
+            from burnish.distributed.stall import StallLimits
+
+            limits = StallLimits(stall_seconds, timeout_seconds)
             _arrive(store, layout, "here")
             with _named_absence(store, layout, timeout, "here"):
-                watch = watched.FailureWatch(layout, place.host, store, limits)
+                watch = FailureWatch(layout, place.host, store, limits)
             held.callback(watch.leave)
         elif stall_seconds:
-            stall = import_module("burnish.distributed.stall")
-            held.enter_context(stall.watching_alone(stall_seconds))
+            from burnish.distributed.stall import watching_alone
+
+            held.enter_context(watching_alone(stall_seconds))
         held.push(_close_group)
         if watch is not None:
             held.enter_context(watch.naming_failures())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from importlib import import_module
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -24,8 +23,6 @@ from burnish.records import Batch, MicroBatch, TokenOutputs, to_device
 from burnish.tracking.stats import Mean, Stats, Sum
 
 T = TypeVar("T")
-
-_ROUTING = "burnish.models.routing"
 
 
 class _CountsSteps(Protocol):
@@ -95,8 +92,10 @@ class ShardedEngine(ABC):
                 want="a mixture of experts",
                 do="set algorithm.router_replay=none",
             )
+        from burnish.models.routing import require_recorded
+
         for tokens, each in recorded:
-            import_module(_ROUTING).require_recorded(each, (tokens, routers, chosen), experts)
+            require_recorded(each, (tokens, routers, chosen), experts)
 
     def _balanced(self, batch: Batch) -> tuple[Batch, Tensor | None, Stats]:
         """Return the batch with its tokens' experts, the factors of `Routing.balance`, and `moe/load_imbalance`.
@@ -109,7 +108,9 @@ class ShardedEngine(ABC):
             return batch, None, Stats()
         if not is_routed:
             batch = batch.with_experts(self.forward(batch, experts=True))
-        routing, (routers, experts, chosen) = import_module(_ROUTING), self._router_sizes
+        from burnish.models import routing
+
+        routers, experts, chosen = self._router_sizes
         counts = routing.expert_counts(batch, routers, experts, self.layout, self._device)
         imbalance = (counts.amax(dim=1) / counts.float().mean(dim=1)).mean()
         factors = routing.balance_factors(counts, self._config.router_aux_loss, chosen)
@@ -124,13 +125,15 @@ class ShardedEngine(ABC):
     ) -> Any:
         if micro.experts is None and factors is None and not record:
             return None
-        module, (part, copies) = import_module(_ROUTING), self._part(plan)
-        routing = module.Routing()
+        from burnish.models.routing import Routing, row_weights, rows_of
+
+        part, copies = self._part(plan)
+        routing = Routing()
         if micro.experts is not None:
-            experts = module.rows_of(plan, micro.experts)[part]
+            experts = rows_of(plan, micro.experts)[part]
             routing.prescribed = to_device(experts, self._device)
         if factors is not None:
-            routing.balance = factors, module.row_weights(plan, self._device)[part] / copies
+            routing.balance = factors, row_weights(plan, self._device)[part] / copies
         return routing
 
     @abstractmethod

@@ -15,7 +15,6 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -65,8 +64,6 @@ _DTYPES = _FLOATS | {"I64", "I32", "I16", "I8", "U8", "BOOL"}
 GENERATION_CONFIG = "generation_config.json"
 """The file with a model's sampling settings, and the tokens that end its completions."""
 
-_MXFP4 = "burnish.models.mxfp4"
-_COMPOSITE = "burnish.models.composite"
 _LANGUAGE_MODELS = ("model.language_model.", "language_model.model.")
 _WITH_IMAGES = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES | MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES
 
@@ -184,8 +181,9 @@ def composite_of(path: str | None, hf_config: PretrainedConfig) -> Composite | N
     directory = Path(path or "").expanduser()
     if path is None or hf_config.model_type == _model_type(directory):
         return None
-    found: Composite | None = import_module(_COMPOSITE).composite_at(directory, hf_config)
-    return found
+    from burnish.models.composite import composite_at
+
+    return composite_at(directory, hf_config)
 
 
 def _model_type(directory: Path) -> object:
@@ -424,14 +422,18 @@ class SafetensorsSource(Closing):
                 if self._packed_shape(name) is None:
                     self._reader.read(self._find(name), shard.box, shard.tensor)
                 else:
-                    import_module(_MXFP4).fill(shard, name, self._reader)
+                    from burnish.models.mxfp4 import fill
+
+                    fill(shard, name, self._reader)
 
     def _packed_shape(self, name: str) -> tuple[int, ...] | None:
         """Return the shape of a weight that is stored in MXFP4 only."""
         held = self._reader.tensors
         if name in held or f"{name}_blocks" not in held:
             return None
-        return import_module(_MXFP4).plain_shape(held, name)
+        from burnish.models.mxfp4 import plain_shape
+
+        return plain_shape(held, name)
 
     def _find(self, name: str) -> str:
         names = [name, *self._aliases.get(name, ())]

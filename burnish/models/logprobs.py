@@ -20,7 +20,6 @@ import sysconfig
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
-from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -255,7 +254,9 @@ def _slices(count: int, size: int) -> Iterator[slice]:
 def _kernels(hidden: Tensor) -> Any:
     # Triton does not compile for older devices.
     if is_sm80_or_newer(hidden.device) and hidden.dtype != torch.float64 and can_compile():
-        return import_module("burnish.models.kernels.triton_logprobs")
+        from burnish.models.kernels import triton_logprobs
+
+        return triton_logprobs
     return None
 
 

@@ -10,7 +10,6 @@ import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
-from importlib import import_module
 
 import torch
 from torch import nn
@@ -161,7 +160,9 @@ def plain_model(config: PretrainedConfig) -> PreTrainedModel:
         do="correct config.json, or model.fresh",
     ):
         if has_value_head(config):
-            kind = import_module("burnish.models.value_head").value_class(config)
+            from burnish.models.value_head import value_class
+
+            kind = value_class(config)
             made: PreTrainedModel = kind._from_config(config, dtype=torch.float32)
         else:
             made = AutoModelForCausalLM.from_config(

@@ -6,7 +6,6 @@ The head runs inside `Scorer.forward`, so a sharded `Scorer` gathers the head's 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from importlib import import_module
 from typing import Any
 
 import numpy as np
@@ -66,7 +65,9 @@ class Scorer(nn.Module):
                 do="lower data.max_length, or data.max_prompt_length and rollout.max_response_length",
             )
         if routing is not None and not self._has_hooks:
-            import_module("burnish.models.routing").hook_routers(self.model)
+            from burnish.models.routing import hook_routers
+
+            hook_routers(self.model)
             self._has_hooks = True
         inputs = {"input_ids": plan.input_ids[None]}
         if part is not None:
@@ -80,8 +81,9 @@ class Scorer(nn.Module):
             routing=routing,
         ).last_hidden_state[0]
         if self.scores_values:
-            heads = import_module("burnish.models.value_head")
-            values = heads.state_values(hidden, heads.value_head(self.model))
+            from burnish.models.value_head import state_values, value_head
+
+            values = state_values(hidden, value_head(self.model))
             values = values if part is None else part.all_values(values)
             return TokenOutputs(values=plan.spread(plan.predictors.take(values)))
         states = plan.predictors.take(hidden if part is None else part.all_rows(hidden))
@@ -172,8 +174,9 @@ class ScoringPlan:
         """Return values [T] of all tokens, 0 if not scored, from this rank's predictions [N]. Collective if ranks share tokens."""
         predictions = values.new_zeros(self.deal.count).index_copy(0, self.predicted, values)
         if self.deal.group is not None:
-            collectives = import_module("burnish.distributed.tensor_collectives")
-            predictions = collectives.all_reduce_replicated(predictions, self.deal.group)
+            from burnish.distributed.tensor_collectives import all_reduce_replicated
+
+            predictions = all_reduce_replicated(predictions, self.deal.group)
         taken = self.results.take(predictions)
         return values.new_zeros(len(self.tree.rows)).index_copy(0, self.scored, taken)
 
@@ -182,7 +185,9 @@ def attention_of_part(packing: PackedAttention, deal: TokenSharing) -> PackedAtt
     """Return attention for this rank's tokens from that for all."""
     if deal.group is None and deal.rows == deal.count:
         return packing
-    return import_module("burnish.models.kernels.ulysses").Ulysses(packing, deal)
+    from burnish.models.kernels.ulysses import Ulysses
+
+    return Ulysses(packing, deal)
 
 
 def scored_tokens(cu_seqlens: Tensor, loss_mask: Tensor | None = None) -> Tensor:

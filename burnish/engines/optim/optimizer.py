@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from importlib import import_module
 
 import torch
 from torch import Tensor, nn
@@ -57,8 +56,9 @@ class ShardedOptimizer:
         weights = {name: local(p.data) for name, p in self._parameters.items()}
         self._muon = None
         if config.kind == "muon":
-            make = import_module("burnish.engines.optim.muon").Muon
-            self._muon = muon = make(model, regions, weights, config, layout, arena)
+            from burnish.engines.optim.muon import Muon
+
+            self._muon = muon = Muon(model, regions, weights, config, layout, arena)
             weights = {n: t for n, t in weights.items() if n not in muon.weights}
         self._weights, dtype = weights, moments_dtype(config)
         self.steps = 0
@@ -120,8 +120,9 @@ class ShardedOptimizer:
             if name in gradients and tensor.numel() > 0
         ]
         if self._in_waves:
-            waves = import_module("burnish.engines.offload").step_in_waves
-            waves(self._adamw, pairs, SLOTS, self.steps)
+            from burnish.engines.offload import step_in_waves
+
+            step_in_waves(self._adamw, pairs, SLOTS, self.steps)
         else:
             for tensor, gradient in pairs:
                 tensor.grad = gradient

@@ -5,7 +5,6 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
-from importlib import import_module
 from typing import Any
 
 import torch
@@ -96,12 +95,15 @@ def parallelize(
     """
     cuts: dict[str, Any] = {}
     if mesh.tensor is not None:
-        cutting = import_module("burnish.engines.torch.tensor_parallel")
-        cuts = cutting.share_matrices(scorer, mesh.tensor)
+        from burnish.engines.torch.tensor_parallel import share_matrices
+
+        cuts = share_matrices(scorer, mesh.tensor)
     keep_activations(scorer.model, config, around)
     layers = decoder_layers(scorer)
     if config.compile:
-        import_module("burnish.engines.torch.compilation").compile_layers(scorer.model, layers)
+        from burnish.engines.torch.compilation import compile_layers
+
+        compile_layers(scorer.model, layers)
     weights = mesh.weights if config.replicas > 1 else mesh.weights["shard"]
     parts = mesh.weights["shard"].size()
     policy = MixedPrecisionPolicy(

@@ -9,7 +9,6 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
-from importlib import import_module
 from importlib.util import find_spec
 from typing import cast
 
@@ -67,12 +66,14 @@ class TorchEngine(ShardedEngine):
             for parameter in model.parameters():
                 parameter.data = parameter.data.to(compute_dtype(config))
         if not config.compile and has_liger(device):
-            liger = import_module("burnish.models.kernels.liger")
-            liger.use_kernels(model, liger.liger_kernels())
+            from burnish.models.kernels.liger import liger_kernels, use_kernels
+
+            use_kernels(model, liger_kernels())
         self._adapter = None
         if lora is not None:
-            adapter = import_module("burnish.models.lora.adapter")
-            self._adapter = adapter.Adapter(model, lora, compute_dtype(config))
+            from burnish.models.lora.adapter import Adapter
+
+            self._adapter = Adapter(model, lora, compute_dtype(config))
         self._merges = lora is not None and lora.publish == "merged"
         self._scorer = Scorer(model, config.logprob_rows(hf_config.get_text_config().vocab_size))
         if optim is None:
@@ -80,8 +81,9 @@ class TorchEngine(ShardedEngine):
         self._moving: Callable[[], AbstractContextManager[None]] = nullcontext
         around = None
         if config.activation_offload and optim is not None:
-            activations = import_module("burnish.engines.torch.activation_offload")
-            offload = activations.ActivationOffload(self.arena, device)
+            from burnish.engines.torch.activation_offload import ActivationOffload
+
+            offload = ActivationOffload(self.arena, device)
             self._moving, around = offload.forward_and_backward, offload.around
         self._regions = () if self._adapter else regions(model)
         self._cuts = parallelize(self._scorer, config, self.mesh, around)
@@ -90,8 +92,9 @@ class TorchEngine(ShardedEngine):
             self._adapter.cut(self._cuts)
             self._regions = self._adapter.weights
         elif self._cuts:
-            parts = import_module("burnish.models.parts")
-            self._regions = parts.cut_regions(self._regions, self._cuts)
+            from burnish.models.parts import cut_regions
+
+            self._regions = cut_regions(self._regions, self._cuts)
         self._optimizer: ShardedOptimizer | None = None
         if optim is not None:
             arena = self.arena if config.optimizer_offload else None
@@ -178,7 +181,8 @@ class TorchEngine(ShardedEngine):
         tensors = [*parameters, *(p.grad for p in parameters if p.grad is not None)]
         if self._optimizer is not None:
             tensors += [t for held in self._optimizer.slots().values() for t in held.values()]
-        offloaded = import_module("burnish.engines.offload").offloaded
+        from burnish.engines.offload import offloaded
+
         with offloaded(map(local, tensors), self.arena, self._device, self.layout):
             yield
 
@@ -202,7 +206,8 @@ class TorchEngine(ShardedEngine):
         routing = self._routing(micro, plan, factors, record=record)
         output: TokenOutputs = self._scorer(plan, micro.temperature, routing)
         if record:
-            tokens_of = import_module("burnish.models.routing").tokens_of
+            from burnish.models.routing import tokens_of
+
             output = replace(output, experts=tokens_of(plan, routing.record()))
         return output if factors is None else replace(output, router_loss=routing.loss())
 

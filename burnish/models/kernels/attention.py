@@ -13,7 +13,6 @@ import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from importlib import import_module
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -230,8 +229,10 @@ class PackedLayout:
         query, key, value = rows
         scaling, window, _, sinks = softmax
         if sinks is not None:
-            own = import_module("burnish.models.kernels.sink_attention").sink_attention
-            return own(*rows, sinks, self.cu_seqlens, self.max_seqlen, scaling, window)[0]
+            from burnish.models.kernels.sink_attention import sink_attention
+
+            how = (sinks, self.cu_seqlens, self.max_seqlen, scaling, window)
+            return sink_attention(*rows, *how)[0]
         output = _varlen_attn(
             query,
             key,
@@ -329,8 +330,9 @@ def _causal(dense: Sequence[Tensor], softmax: Softmax) -> Tensor:
     length, gqa = query.shape[2], query.shape[1] != key.shape[1]
     is_half = query.device.type == "cpu" and query.dtype == torch.bfloat16
     if is_half or not softmax.is_plain:
-        own = import_module("burnish.models.kernels.span_attention")
-        return own.causal_attention(query, key, value, scaling, window or length, softcap, sinks)
+        from burnish.models.kernels.span_attention import causal_attention
+
+        return causal_attention(query, key, value, scaling, window or length, softcap, sinks)
     if window is None or window >= length:
         return scaled_dot_product_attention(
             query, key, value, is_causal=True, scale=scaling, enable_gqa=gqa

@@ -14,7 +14,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -397,7 +396,9 @@ def within(
     """
     if composite is None:
         return None
-    modules = import_module("burnish.models.composite").language_modules(composite, hf_config)
+    from burnish.models.composite import language_modules
+
+    modules = language_modules(composite, hf_config)
     weights = Adapter(build_on_meta(hf_config), model.lora).weights
     names = {each.name: moved(each.name, *modules) for each in weights}
     return Composite(composite.directory, names, {})

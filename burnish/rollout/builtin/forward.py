@@ -7,7 +7,6 @@ spend their time between products. An adapter is not merged.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from importlib import import_module
 from itertools import accumulate
 from typing import Any
 
@@ -58,7 +57,9 @@ class InferenceModel:
         if lora is None:
             self._changing = regions(self.module)
         else:
-            adapter = import_module("burnish.models.lora.adapter").Adapter(self.module, lora)
+            from burnish.models.lora.adapter import Adapter
+
+            adapter = Adapter(self.module, lora)
             self._fixed, self._changing = adapter.base, adapter.weights
         held = (*self._fixed, *self._changing)
         self._tied_head = next((region for region in held if region.name in tied), None)
@@ -179,7 +180,9 @@ class ModuleForward:
     ) -> Tensor:
         """See `InferenceModel.forward`."""
         if routing is not None and not self._has_hooks:
-            import_module("burnish.models.routing").hook_routers(self._whole)
+            from burnish.models.routing import hook_routers
+
+            hook_routers(self._whole)
             self._has_hooks = True
         return self._model(
             input_ids=token_ids[None],

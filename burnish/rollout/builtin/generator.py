@@ -12,7 +12,6 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from importlib import import_module
 from typing import Any, Literal
 
 import numpy as np
@@ -308,8 +307,11 @@ class Decoding:
         self._receive(sequences, drawn, routing.record() if routing else None)
 
     def _routing(self) -> Any:
-        records = self._sampling.experts
-        return import_module("burnish.models.routing").Routing() if records else None
+        if not self._sampling.experts:
+            return None
+        from burnish.models.routing import Routing
+
+        return Routing()
 
     def _draw(self, hidden: Tensor, keys: Tensor, counts: Tensor) -> Drawn:
         return draw(self._model.logits(hidden), self._sampling, uniforms(keys, counts))
@@ -366,7 +368,9 @@ def _free(slot: SlotSequence | None) -> bool:
 def _kind(device: torch.device) -> Callable[[int, int, int], SlotCache]:
     if has_matrix_units(device):
         return SlotCache
-    return import_module("burnish.rollout.builtin.shared_cache").SharedCache
+    from burnish.rollout.builtin.shared_cache import SharedCache
+
+    return SharedCache
 
 
 def steps_behind(device: torch.device) -> int:

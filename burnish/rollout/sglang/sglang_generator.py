@@ -77,7 +77,9 @@ class SglangGenerator(EngineGenerator):
         os.environ.setdefault("SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN", "1")
         sglang = import_engine("SGLang", _OLDEST)
         self._messages: Any = import_module("sglang.srt.managers.io_struct")
-        self._worker: Any = import_module("burnish.rollout.sglang.sglang_worker")
+        from burnish.rollout.sglang import sglang_worker
+
+        self._worker: Any = sglang_worker
         self._processor: str = self._worker.DrawingLogitProcessor.to_str()
         config = with_architectures(hf_config)
         config.eos_token_id = None  # each request names its stop tokens

@@ -100,15 +100,19 @@ class VllmGenerator(EngineGenerator):
         self._has_model = False
         """Whether vLLM has the base model's weights, with an adapter beside them."""
         if lora is not None:
-            adapter = import_module("burnish.models.lora.adapter")
-            targets = adapter.kinds_of(adapter.target_weights(self._meta_model, lora))
+            from burnish.models.lora.adapter import Adapter, target_weights
+            from burnish.models.lora.adapter_config import kinds_of, peft_config
+
+            targets = kinds_of(target_weights(self._meta_model, lora))
             require_adaptable(targets, hf_config, device, dtype)
-            self._described = adapter.peft_config(lora, targets).to_dict()
-            made = adapter.Adapter(self._meta_model, lora)
+            self._described = peft_config(lora, targets).to_dict()
+            made = Adapter(self._meta_model, lora)
             specs = [TensorSpec(each.name, each.shape, dtype) for each in made.weights]
             self._factors, self._scale = {spec.name: spec for spec in specs}, made.scale
-        self._draws: Any = import_module("burnish.rollout.vllm.logits_processor_v1")
-        self._worker: Any = import_module("burnish.rollout.vllm.vllm_worker")
+        from burnish.rollout.vllm import logits_processor_v1, vllm_worker
+
+        self._draws: Any = logits_processor_v1
+        self._worker: Any = vllm_worker
         if experts:
             self._layers = layers_with_experts(hf_config.get_text_config().to_dict())
         config = with_architectures(hf_config)
