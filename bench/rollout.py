@@ -36,10 +36,11 @@ from bench.peers import Peer
 from bench.words import model_config, write_prompts, write_tokenizer
 from burnish.boxes.shards import Publication, Shard
 from burnish.config.load import load_config
+from burnish.methods.parts.generators import make_generator
 from burnish.models.names import model_shards
 from burnish.records import Request
 from burnish.rollout.base import Generator, Sampling
-from burnish.runs.setup import lay_foundation, make_generator
+from burnish.runs.setup import lay_foundation
 from burnish.tracking.trackers import read_metrics
 
 PROMPTS, SAMPLES, PROMPT_LENGTH, TOKENS = 16, 8, 24, 64

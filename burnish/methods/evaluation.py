@@ -33,6 +33,7 @@ from burnish.distributed.device import device_name
 from burnish.distributed.layout import Layout
 from burnish.engines.base import Engine
 from burnish.errors import StoppedError
+from burnish.methods.parts.generators import make_collector
 from burnish.methods.parts.judges import load_judge
 from burnish.methods.parts.rollouts import Collector, Judge, sampling
 from burnish.records.rollout_table import RolloutTable
@@ -48,7 +49,6 @@ from burnish.runs.setup import (
     example_dataset,
     lay_foundation,
     load_frozen,
-    make_collector,
     model_tokenizer,
     prompt_dataset,
     prove_start,

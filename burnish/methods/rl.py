@@ -23,6 +23,7 @@ from burnish.config.schema import RunConfig
 from burnish.distributed.collectives import agree
 from burnish.distributed.layout import Layout
 from burnish.engines.base import Engine
+from burnish.methods.parts.generators import make_collector
 from burnish.methods.parts.policy_update import CRITIC, PolicyUpdate, policy_stats
 from burnish.methods.parts.rollouts import GroupSampler, Judge, RolloutQueue
 from burnish.rewards.pool import RewardPool
@@ -33,7 +34,6 @@ from burnish.runs.setup import (
     Learner,
     lay_foundation,
     load_frozen,
-    make_collector,
     make_engine,
     make_loader,
     prompt_dataset,

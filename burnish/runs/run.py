@@ -46,8 +46,7 @@ from burnish.tracking.trackers import (
     numbers,
     wanted_rollouts,
 )
-from burnish.runs.pending_batches import ahead_files, read_ahead
-from burnish.methods.parts.rollouts import DrawnBatch, RolloutQueue
+from burnish.runs.pending_batches import BatchQueue, DrawnBatch, ahead_files, read_ahead
 from burnish.runs.rollout_transfer import arrays_on_main, arriving, on_main
 from burnish.runs.session import Session
 from burnish.runs.setup import Learner, prove_start
@@ -98,7 +97,7 @@ class Run:
         self._learners, self._fingerprints, self._total_steps = learners, fingerprints, total_steps
         self._observers: Observers | None = None
         self._validate: Validation | None = None
-        self._queue: RolloutQueue | None = None
+        self._queue: BatchQueue | None = None
         self._saved_step: int | None = None
         self._compared_step: int | None = None
         self._saved_at = time.monotonic()
@@ -161,7 +160,7 @@ class Run:
 
     @contextmanager
     def training(
-        self, validate: Validation | None, queue: RolloutQueue | None = None
+        self, validate: Validation | None, queue: BatchQueue | None = None
     ) -> Iterator[None]:
         """Train inside the block: validate first if configured, and commit at the end. Collective.
 

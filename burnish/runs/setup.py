@@ -21,7 +21,6 @@ from burnish.data.loader import MEASURED, Loader, MeasuredLoader, MixedLoader
 from burnish.data.sources import Rows, load_rows
 from burnish.data.tasks import ExampleDataset, Mixture, PromptDataset
 from burnish.data.tokenizer import (
-    completion_decoder,
     eos_token_ids,
     load_tokenizer,
     single_template,
@@ -52,21 +51,12 @@ from burnish.models.meta_init import (
     rotary_limits,
 )
 from burnish.records.seeds import derive_seed
-from burnish.rewards.overview import RewardFailures
 from burnish.rewards.pool import RewardPool
-from burnish.rollout.base import Generator, Sampling
-from burnish.rollout.builtin.forward import InferenceModel
-from burnish.rollout.builtin.generator import BuiltinGenerator
+from burnish.rollout.base import Sampling
 from burnish.tracking.progress import Progress
-from burnish.methods.parts.rollouts import Collector, Judge
 
 _MEGABYTE = 1_000_000
 _log = logging.getLogger(__name__)
-# Module and class of each inference engine's generator.
-_ENGINES = {
-    "vllm": ("burnish.rollout.vllm.vllm_generator", "VllmGenerator"),
-    "sglang": ("burnish.rollout.sglang.sglang_generator", "SglangGenerator"),
-}
 
 Dataset = TypeVar("Dataset", PromptDataset, ExampleDataset)
 
@@ -223,7 +213,7 @@ def lay_foundation(
         adapter = lora.adapter_record(config.model, hf_config, origin)
         source = lora.first_adapter(config.model, hf_config, adapter, config.seed, composite)
     if adapter is not None and config.model.adapter_beside and config.rollout.engine == "vllm":
-        vllm = import_module(_ENGINES["vllm"][0])
+        vllm = import_module("burnish.rollout.vllm.vllm_generator")
         dtype = compute_dtype(config.engine)
         vllm.require_adaptable(adapter["targets"], hf_config, device, dtype)
     foundation = Foundation(
@@ -468,82 +458,3 @@ def load_frozen(foundation: Foundation, beside: Engine | None = None) -> Engine:
     engine.load(foundation.base, Part.FROZEN)
     engine.load(foundation.source, Part.WEIGHTS)
     return engine
-
-
-def make_generator(foundation: TextFoundation) -> Generator:
-    """Make the generator of `rollout.engine` and `rollout.place`, without weights. Collective."""
-    if not isinstance(foundation, Foundation):
-        return import_module("burnish.rollout.openai").EndpointGenerator(
-            foundation.config.rollout,
-            encode=partial(foundation.tokenizer.encode, add_special_tokens=False),
-            template_variables=foundation.config.data.chat_template_kwargs,
-        )
-    if foundation.config.rollout.place == "inside":
-        return local_generator(foundation)
-    return import_module("burnish.methods.parts.serve").served_generator(foundation)
-
-
-def local_generator(foundation: Foundation) -> Generator:
-    """Make the generator in this process, without weights."""
-    if foundation.config.rollout.engine == "builtin":
-        return builtin_generator(foundation)
-    config = foundation.config
-    rollout, is_limited = config.rollout, config.data.max_prompt_length is not None
-    longest = config.longest_completed if is_limited else config.microbatch_tokens
-    module, kind = _ENGINES[rollout.engine]
-    more: dict[str, Any] = {}
-    if config.algorithm.router_replay == "rollout":
-        more["experts"] = True
-    if config.model.adapter_beside is not None:
-        more["lora"] = config.model.adapter_beside
-    return getattr(import_module(module), kind)(
-        foundation.hf_config,
-        device=foundation.device,
-        dtype=compute_dtype(config.engine),
-        slots=rollout.slots,
-        eos_token_ids=foundation.eos_token_ids,
-        decode=foundation.tokenizer.decode,
-        max_length=longest,
-        tensor_parallel=rollout.tensor_parallel,
-        **more,
-    )
-
-
-def builtin_generator(foundation: Foundation) -> BuiltinGenerator:
-    """Make the built-in generator, without weights."""
-    config = foundation.config
-    model = InferenceModel(
-        foundation.hf_config,
-        device=foundation.device,
-        dtype=compute_dtype(config.engine),
-        lora=config.model.adapter_beside,
-    )
-    return BuiltinGenerator(
-        model,
-        layout=foundation.layout,
-        slots=config.rollout.slots,
-        eos_token_ids=foundation.eos_token_ids,
-        decode=foundation.tokenizer.decode,
-    )
-
-
-def make_collector(
-    foundation: TextFoundation,
-    pool: RewardPool,
-    check: Callable[[], None],
-    progress: Progress,
-    judge: Judge | None,
-) -> Collector:
-    """Make a collector; its generator has no weights."""
-    generator, tokenizer = make_generator(foundation), foundation.tokenizer
-    ends = foundation.eos_token_ids if isinstance(foundation, Foundation) else ()
-    decode = completion_decoder(tokenizer, foundation.config.rollout.stop, ends)
-
-    failures = RewardFailures(foundation.config.reward)
-    layout = foundation.layout
-    stragglers = None
-    if layout.world > 1 and not generator.called_by_rank0:
-        stragglers = import_module("burnish.runs.stragglers").Stragglers(warns=layout.is_main)
-    common = (layout, check, progress, failures, judge, stragglers)
-    shares_device = foundation.config.rollout.place == "child"
-    return Collector(generator, decode, pool.score, *common, shares_device=shares_device)

@@ -20,6 +20,7 @@ from burnish.config.schema import AdvantageName, RewardConfig, RunConfig
 from burnish.data.loader import Loader
 from burnish.distributed.layout import Layout
 from burnish.errors import UsageError
+from burnish.methods.parts.generators import make_collector
 from burnish.methods.parts.policy_update import PolicyUpdate
 from burnish.methods.parts.rollouts import Collector, GroupSampler, compared
 from burnish.models.flops import ModelFlops
@@ -27,7 +28,6 @@ from burnish.records import Batch, Completion, Prompt, Request, Rollout, TokenOu
 from burnish.records.rollout_table import RolloutTable
 from burnish.records.samples import StopReason
 from burnish.rewards.overview import RewardFailures
-from burnish.runs.setup import make_collector
 from burnish.tracking.progress import Progress
 
 LIMIT = 8
@@ -341,7 +341,9 @@ def test_a_device_s_cache_is_emptied_for_a_generator_beside_it_alone(
     did: list[str] = []
     monkeypatch.setattr("burnish.methods.parts.rollouts.empty_cache", lambda: did.append("emptied"))
     generator = SimpleNamespace(called_by_rank0=True)
-    monkeypatch.setattr("burnish.runs.setup.make_generator", lambda foundation: generator)
+    monkeypatch.setattr(
+        "burnish.methods.parts.generators.make_generator", lambda foundation: generator
+    )
     config = configured(rollout={"place": place})
     foundation: Any = SimpleNamespace(config=config, tokenizer=char_tokenizer(), layout=Layout())
     pool: Any = SimpleNamespace(score=None)

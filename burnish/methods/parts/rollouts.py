@@ -38,6 +38,7 @@ from burnish.rewards.overview import (
 )
 from burnish.rollout.base import Generator, Sampling
 from burnish.rollout.in_flight import PartialCompletions, SampleKey
+from burnish.runs.pending_batches import DrawnBatch
 from burnish.runs.signals import StopRequested
 from burnish.tracking.progress import Progress
 from burnish.tracking.stats import Max, Mean, Stats
@@ -177,17 +178,6 @@ def merged_shares(shares: Sequence[Share]) -> Share:
     took = {part: np.concatenate([some[part] for some in seconds]) for part in seconds[0]}
     stopped = next((number for number in signals if number is not None), None)
     return stopped, RolloutTable.merged(tables), took
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class DrawnBatch:
-    """The scored groups of a step, not yet trained on."""
-
-    step: int
-    """The step that trains on it, 0-based."""
-    groups: RolloutTable
-    left_out: RolloutTable
-    """Groups that dynamic sampling replaced."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,11 +36,12 @@ from burnish.distributed.processes import tuned
 from burnish.engines.base import compute_dtype
 from burnish.errors import BurnishError, UsageError
 from burnish.files.storage import open_regular
+from burnish.methods.parts.generators import local_generator
 from burnish.models.meta_init import build_on_meta
 from burnish.models.names import regions
 from burnish.rollout.client import ServedGenerator, Server, ServerLost
 from burnish.rollout.server import GeneratorServer
-from burnish.runs.setup import Foundation, lay_foundation, local_generator
+from burnish.runs.setup import Foundation, lay_foundation
 from burnish.runs.signals import StopRequested, catch_signals
 from burnish.tracking.rundir import RunDirectory
 
