@@ -61,7 +61,7 @@ PRELOAD = (
     "transformers.models.qwen3_moe.modeling_qwen3_moe",
     "burnish.algorithms.advantages",
     "burnish.algorithms.policy_loss",
-    "burnish.check.proof",
+    "burnish.check.family_proof",
     "burnish.checkpoint.background",
     "burnish.checkpoint.destinations.mirror",
     "burnish.checkpoint.destinations.run_mirror",

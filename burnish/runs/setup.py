@@ -262,8 +262,8 @@ def with_assets(foundation: Foundation) -> Foundation:
 
 
 def prove(hf_config: PretrainedConfig, layout: Layout, device: torch.device, **how: Any) -> None:
-    """Call `burnish.check.proof.prove`, which raises `IncompatibleError`."""
-    import_module("burnish.check.proof").prove(hf_config, device, layout=layout, **how)
+    """Call `burnish.check.family_proof.prove`, which raises `IncompatibleError`."""
+    import_module("burnish.check.family_proof").prove(hf_config, device, layout=layout, **how)
 
 
 def _require_stop_tokens(token_ids: Sequence[int], hf_config: PretrainedConfig) -> None:
@@ -413,7 +413,7 @@ def make_engine(
         beside=beside,
     )
     if foundation.layout.world > 1 or settings.kind == "megatron":
-        proof = import_module("burnish.check.proof")
+        proof = import_module("burnish.check.family_proof")
         proof.prove_layout(engine, foundation.hf_config, settings, lora, foundation.device)
     return engine
 
