@@ -15,6 +15,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from burnish.boxes.shards import Shard
+from burnish.check.plain_model import Difference, difference, plain_outputs
 from burnish.config.schema import EngineConfig, LoraConfig, OptimConfig
 from burnish.data.batching import make_batch
 from burnish.distributed.collectives import gather_objects
@@ -32,7 +33,6 @@ from burnish.models.meta_init import (
 )
 from burnish.models.names import Region, is_matrix, model_shards, regions
 from burnish.models.scorer import Scorer, ScoringPlan
-from burnish.models.value_head import value_head
 from burnish.records import Batch, Example, MicroBatch, TokenOutputs
 from burnish.records.seeds import derive_seed
 
@@ -83,16 +83,6 @@ class Material:
         """Return the sequences in micro-batches of at most `budget` tokens."""
         flops = count_flops(self.hf_config)
         return make_batch(self.examples, layout, budget, flops, self.temperature)
-
-
-@dataclass(frozen=True, slots=True)
-class Difference:
-    """A tensor's distance from the plain one, or from another rank's copy."""
-
-    what: str
-    """The tensor, such as "gradient of model.norm.weight"."""
-    error: float
-    """2-norm of the difference over that of the plain tensor or copy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -315,25 +305,6 @@ def _router_logits(model: PreTrainedModel) -> list[list[Tensor]]:
     return found
 
 
-def plain_outputs(model: PreTrainedModel, example: Example, temperature: float) -> TokenOutputs:
-    """Return a sequence's log-probs and entropies [T], or values; 0 for untrained tokens."""
-    ids, mask = torch.from_numpy(example.token_ids), torch.from_numpy(example.loss_mask)
-    zero = torch.zeros(1)
-    # A sequence classifier's own forward pass returns only the last token's value.
-    if has_value_head(model.config):
-        hidden = model.base_model(input_ids=ids[None], use_cache=False).last_hidden_state[0, :-1]
-        values = value_head(model)(hidden)[:, 0]
-        return TokenOutputs(values=torch.cat((zero, values)).where(mask, 0.0))
-    logits = model(input_ids=ids[None], use_cache=False).logits[0, :-1]
-    scores = (logits.float() / temperature).log_softmax(-1)
-    chosen = scores.gather(1, ids[1:, None])[:, 0]
-    entropy = -(scores.exp() * scores).sum(-1)
-    return TokenOutputs(
-        logprobs=torch.cat((zero, chosen)).where(mask, 0.0),
-        entropy=torch.cat((zero, entropy)).where(mask, 0.0),
-    )
-
-
 def packed_model(
     given: Material, device: torch.device
 ) -> tuple[PreTrainedModel, tuple[Region, ...]]:
@@ -421,15 +392,6 @@ def compare(found: BatchOutcome, wanted: BatchOutcome, given: Material) -> list[
         expected = weight - LR * (decay * weight + gradient / (gradient.abs() + optim.eps))
         differences.append(difference(f"weight {name}", found.weights.get(name), expected))
     return [*differences, *found.copies]
-
-
-def difference(what: str, mine: Tensor | None, wanted: Tensor, least: float = 0.0) -> Difference:
-    """Return the tensors' distance, relative to the wanted one's norm or at least to `least`."""
-    if mine is None or mine.shape != wanted.shape:
-        return Difference(what, math.inf)
-    norm = max(float(wanted.double().norm()), least)
-    error = float((mine.double() - wanted.double()).norm())
-    return Difference(what, error / norm if norm else error)
 
 
 def report(differences: Sequence[Difference], given: Material) -> Iterator[str]:

@@ -1,19 +1,17 @@
-"""Refuse a run unless a small model of the same kind computes what plain transformers compute.
+"""Compare a small model of the same kind with plain transformers.
 
 A training step on packed micro-batches, with windows and common beginnings, is compared with transformers' eager model on each
 sequence alone: log-probs, entropies, gradients and new weights. So are greedy and sampled completions. A run in bf16 is compared in
-bf16 too, and a lone process trains with FSDP. Processes that share a model compare one step at their layout. A file in the cache records a passed proof (`burnish.check.proof_key`).
+bf16 too, and a lone process trains with FSDP. Processes that share a model compare one step at their layout.
 """
 
 from __future__ import annotations
 
-import logging
 import math
 import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from time import perf_counter
 
 import numpy as np
 import torch
@@ -24,12 +22,10 @@ from transformers import PretrainedConfig
 from burnish.algorithms.aggregation import aggregation
 from burnish.check.comparison import (
     BatchOutcome,
-    Difference,
     Material,
     RandomWeights,
     compare,
     compared,
-    difference,
     eager_model,
     packed_step,
     plain_step,
@@ -38,18 +34,16 @@ from burnish.check.comparison import (
     step_of_engine,
 )
 from burnish.check.generation import (
-    GREEDY,
-    SAMPLED,
     drawn,
     logits_of,
     made_generator,
     of_completion,
 )
+from burnish.check.plain_model import Difference, difference
 from burnish.check.precision import of_rounding, require_attention
-from burnish.check.proof_key import keep_proof, proof_place
+from burnish.check.proof import GREEDY, PLAIN
 from burnish.check.small_model import shrunk
 from burnish.config.schema import EngineConfig, LoraConfig, OptimConfig
-from burnish.distributed.collectives import gather_objects
 from burnish.distributed.environment import RankPlace
 from burnish.distributed.layout import Layout
 from burnish.distributed.processes import process_group
@@ -68,8 +62,6 @@ _VOCABULARY, _PROMPT, _LONGEST, _BUDGET, _SEED = 64, 20, 300, 310, 5
 _LONGEST_OF_STATES = 140
 # A long prompt whose completion passes a multiple of 128 positions.
 _MIDDLE = 118
-# Lower ones magnify rounding.
-_LEAST_TEMPERATURE = 0.2
 _TEMPERATURE, _TOLERANCE = 0.8, 1e-4
 _ADAPTED = " with an adapter of model.lora.targets"
 _BEHIND = "the output layer, or the backward pass"
@@ -77,97 +69,52 @@ _BEHIND = "the output layer, or the backward pass"
 _OF_ENTROPY = 0.3
 # Most parameters of a model that counts as small.
 _MOST_PARAMETERS = 50_000_000
-_PLAIN = {
-    "precision": "fp32",
-    "max_grad_norm": 1e30,
-    "compile": False,
-    "optimizer_offload": False,
-    "activation_offload": False,
-    "offload_during_rollout": False,
-    "router_aux_loss": 0.0,
-    "logprob_chunk": None,
-}
-"""Settings of the engine that a proof overrides."""
-
 Modules = Mapping[str, Mapping[str, Tensor]]
 """Outputs of modules, in the order in which modules finished; each by sequence."""
 
-_log = logging.getLogger("burnish")
 
-
-def prove(
+def prove_family(
     hf_config: PretrainedConfig,
     device: torch.device,
     *,
-    lora: LoraConfig | None = None,
-    generates: bool = False,
-    sampling: Sampling | None = None,
-    engine: EngineConfig | None = None,
-    layout: Layout | None = None,
-) -> None:
-    """Prove a small model on this rank, with the activation checkpointing and precision of `engine`, and the run's `sampling`.
+    lora: LoraConfig | None,
+    samplings: Sequence[Sampling],
+    engine: EngineConfig,
+) -> float:
+    """Prove a small model on this rank, with the activation checkpointing and precision of `engine`, and completions of `samplings`.
 
-    Raises `IncompatibleError`, naming the first module that differs.
+    Return the largest difference. Raises `IncompatibleError`, naming the first module that differs.
     """
-    kind, layout = hf_config.get_text_config().model_type, layout or Layout()
-    kept = engine.activation_checkpointing if engine and engine.kind == "torch" else "none"
-    adapter = lora and lora.model_dump(mode="json")
-    precision = engine.precision if engine else "fp32"
-    sampled = _samplings(sampling) if generates and lora is None else []
-    covered = [generates, adapter, kept, precision, [repr(each) for each in sampled]]
-    place = proof_place(hf_config, device, covered)
-    if place.is_file():
-        return
-    if layout.is_main:
-        _log.info("checking a small %s against transformers", kind)
-    begun = perf_counter()
-    with _computing(kind, lora):
+    kept = engine.activation_checkpointing
+    with _computing(hf_config.get_text_config().model_type, lora):
         given = _material(hf_config, EngineConfig(activation_checkpointing=kept), lora)
         wanted = plain_step(given)
         differences = _of_packing(given, wanted, device)
-        if sampled:
-            differences += _of_generation(given, sampled, device)
+        if samplings:
+            differences += _of_generation(given, samplings, device)
         require_attention(hf_config, given.hf_config, device, torch.float32)
-        if precision == "bf16":
+        if engine.precision == "bf16":
             require_attention(hf_config, given.hf_config, device, torch.bfloat16)
             _require_rounding(given, wanted, device)
-    if layout.is_main:
-        worst = max(each.error for each in differences)
-        how = "packed, alone and generated" if generates else "packed and alone"
-        seconds = perf_counter() - begun
-        _log.info(
-            "checked: a small %s is the same %s, to %.0e, in %.1f s", kind, how, worst, seconds
-        )
-    keep_proof(place, layout)
+    return max(each.error for each in differences)
 
 
-def prove_layout(
+def prove_step(
     engine: Engine,
     hf_config: PretrainedConfig,
     config: EngineConfig,
     lora: LoraConfig | None,
     device: torch.device,
-) -> None:
-    """Prove one step at the layout of `engine`, in its groups. Collective. Raises as `prove` does."""
+) -> float:
+    """Prove one step at the layout of `engine`, in its groups. Return the largest difference. Collective. Raises as `prove_family` does."""
     layout = engine.layout
-    own = config.model_copy(update=_PLAIN).model_dump(mode="json")
-    place = proof_place(
-        hf_config, device, [own, layout.world, lora and lora.model_dump(mode="json")]
-    )
-    if all(gather_objects(place.is_file(), layout)):
-        return
-    begun = perf_counter()
     with _computing(hf_config.get_text_config().model_type, lora):
         given = _material(hf_config, config, lora)
         small = _small_engine(given, layout, device, beside=engine)
         differences = compared(small, given)
         small.close()
     require_equal(differences, layout, _TOLERANCE)
-    if layout.is_main:
-        worst, seconds = max(each.error for each in differences), perf_counter() - begun
-        said = "checked: %d processes are the same as one, to %.0e, in %.1f s"
-        _log.info(said, layout.world, worst, seconds)
-    keep_proof(place, layout)
+    return max(each.error for each in differences)
 
 
 def _computing(kind: str, lora: LoraConfig | None) -> AbstractContextManager[None]:
@@ -190,7 +137,7 @@ def _material(
     hf_config: PretrainedConfig, engine: EngineConfig, lora: LoraConfig | None
 ) -> Material:
     """Return a small model with sequences. Raises `IncompatibleError` if it is not small."""
-    engine = engine.model_copy(update=_PLAIN)
+    engine = engine.model_copy(update=PLAIN)
     with torch.device("meta"):
         model = build_on_meta(hf_config)  # raises its own error if the model cannot be built
         config = shrunk(hf_config, engine, _VOCABULARY)
@@ -236,22 +183,6 @@ def _mean_output(outputs: TokenOutputs, micro: MicroBatch) -> tuple[Tensor, Stat
     if not len(said):
         said = outputs.logprobs + _OF_ENTROPY * outputs.entropy
     return aggregation("token_mean", micro, 1)(-said.float()), Stats()
-
-
-def _samplings(of_run: Sampling | None) -> list[Sampling]:
-    """Return greedy sampling, one with every filter, and the run's own."""
-    found = [GREEDY, SAMPLED]
-    if of_run is not None and of_run.temperature > 0:
-        found.append(
-            replace(
-                SAMPLED,
-                temperature=max(of_run.temperature, _LEAST_TEMPERATURE),
-                top_k=of_run.top_k,
-                top_p=of_run.top_p,
-                min_p=of_run.min_p,
-            )
-        )
-    return list(dict.fromkeys(found))
 
 
 def _of_packing(given: Material, wanted: BatchOutcome, device: torch.device) -> list[Difference]:

@@ -18,7 +18,8 @@ from transformers.generation.logits_process import (
 )
 
 from burnish.boxes.shards import Publication
-from burnish.check.comparison import Difference, Material, difference, packed_model
+from burnish.check.comparison import Material, packed_model
+from burnish.check.plain_model import Difference, difference
 from burnish.distributed.layout import Layout
 from burnish.models.names import model_shards
 from burnish.records import Completion, Request, TokenIds
@@ -27,9 +28,6 @@ from burnish.rollout.builtin.forward import InferenceModel
 from burnish.rollout.builtin.generator import BuiltinGenerator
 from burnish.rollout.builtin.sampling import stream_key, uniforms
 
-GREEDY = Sampling(8, temperature=0.0)
-SAMPLED = Sampling(20, temperature=0.8, top_k=24, top_p=0.9, min_p=0.05)
-"""Every filter drops some of 64 tokens."""
 # Share of probability by which two roundings may differ on where a filter ends or a draw lies.
 _BORDER = 1e-5
 # Nats by which two tokens' scores differ beyond rounding.

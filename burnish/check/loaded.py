@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
-from burnish.check.comparison import difference, plain_outputs
+from burnish.check.plain_model import difference, plain_outputs
 from burnish.data.batching import make_batch
 from burnish.distributed.collectives import agree, gather_objects
 from burnish.engines.base import Engine, Part

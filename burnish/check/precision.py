@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from burnish.check.comparison import BatchOutcome, Difference, difference
+from burnish.check.comparison import BatchOutcome
+from burnish.check.plain_model import Difference, difference
 from burnish.distributed.device import device_name
 from burnish.errors import IncompatibleError
 from burnish.models.kernels.attention import PackedLayout, Softmax

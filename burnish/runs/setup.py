@@ -263,7 +263,9 @@ def with_assets(foundation: Foundation) -> Foundation:
 
 def prove(hf_config: PretrainedConfig, layout: Layout, device: torch.device, **how: Any) -> None:
     """Call `burnish.check.family_proof.prove`, which raises `IncompatibleError`."""
-    import_module("burnish.check.family_proof").prove(hf_config, device, layout=layout, **how)
+    from burnish.check import proof
+
+    proof.prove(hf_config, device, layout=layout, **how)
 
 
 def _require_stop_tokens(token_ids: Sequence[int], hf_config: PretrainedConfig) -> None:
@@ -413,8 +415,9 @@ def make_engine(
         beside=beside,
     )
     if foundation.layout.world > 1 or settings.kind == "megatron":
-        proof = import_module("burnish.check.family_proof")
-        proof.prove_layout(engine, foundation.hf_config, settings, lora, foundation.device)
+        from burnish.check.proof import prove_layout
+
+        prove_layout(engine, foundation.hf_config, settings, lora, foundation.device)
     return engine
 
 
@@ -447,9 +450,10 @@ def prove_loaded(
             why = "engine.compile" if settings.kind == "torch" else f"engine.kind={settings.kind}"
             _log.info("not checked after loading, because of %s", why)
         return
-    proof = import_module("burnish.check.loaded")
+    from burnish.check import loaded
+
     dtype = compute_dtype(settings)
-    proof.prove_loaded(engine, hf_config, source.directory, flops, dtype, part)
+    loaded.prove_loaded(engine, hf_config, source.directory, flops, dtype, part)
 
 
 def load_frozen(foundation: Foundation, beside: Engine | None = None) -> Engine:

@@ -14,7 +14,7 @@ from nights import by_day
 from torch import Tensor
 from transformers import AttentionInterface, AutoConfig
 
-from burnish.check.family_proof import prove
+from burnish.check.proof import prove
 from burnish.config.schema import EngineConfig
 from burnish.engines.optim.optimizer import ShardedOptimizer
 from burnish.errors import IncompatibleError

@@ -22,7 +22,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 from transformers.models.llama import modeling_llama
 
-from burnish.check import family_proof as proof, proof_key
+from burnish.check import proof, proof_key
 from burnish.config.schema import EngineConfig, LoraConfig, OptimConfig
 from burnish.distributed.collectives import gather_objects
 from burnish.distributed.layout import Layout

@@ -1,0 +1,122 @@
+"""Refuse a run unless a small model of the same kind computes what plain transformers compute.
+
+`burnish.check.family_proof` compares. A file in the cache records a passed proof, so a later run compares nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from time import perf_counter
+
+import torch
+from transformers import PretrainedConfig
+
+from burnish.check.proof_key import keep_proof, proof_place
+from burnish.config.schema import EngineConfig, LoraConfig
+from burnish.distributed.collectives import gather_objects
+from burnish.distributed.layout import Layout
+from burnish.engines.base import Engine
+from burnish.rollout.base import Sampling
+
+GREEDY = Sampling(8, temperature=0.0)
+SAMPLED = Sampling(20, temperature=0.8, top_k=24, top_p=0.9, min_p=0.05)
+"""Every filter drops some of 64 tokens."""
+# Lower ones magnify rounding.
+_LEAST_TEMPERATURE = 0.2
+PLAIN = {
+    "precision": "fp32",
+    "max_grad_norm": 1e30,
+    "compile": False,
+    "optimizer_offload": False,
+    "activation_offload": False,
+    "offload_during_rollout": False,
+    "router_aux_loss": 0.0,
+    "logprob_chunk": None,
+}
+"""Settings of the engine that a proof overrides."""
+
+
+_log = logging.getLogger("burnish")
+
+
+def prove(
+    hf_config: PretrainedConfig,
+    device: torch.device,
+    *,
+    lora: LoraConfig | None = None,
+    generates: bool = False,
+    sampling: Sampling | None = None,
+    engine: EngineConfig | None = None,
+    layout: Layout | None = None,
+) -> None:
+    """Prove a small model on this rank, with the activation checkpointing and precision of `engine`, and the run's `sampling`.
+
+    Raises `IncompatibleError`, naming the first module that differs.
+    """
+    kind = hf_config.get_text_config().model_type
+    layout = layout or Layout()
+    kept = engine.activation_checkpointing if engine and engine.kind == "torch" else "none"
+    precision = engine.precision if engine else "fp32"
+    adapter = lora and lora.model_dump(mode="json")
+    samplings = _samplings(sampling) if generates and lora is None else []
+    covered = [generates, adapter, kept, precision, [repr(each) for each in samplings]]
+    place = proof_place(hf_config, device, covered)
+    if place.is_file():
+        return
+    if layout.is_main:
+        _log.info("checking a small %s against transformers", kind)
+    begun = perf_counter()
+    from burnish.check.family_proof import prove_family
+
+    proved = EngineConfig(activation_checkpointing=kept, precision=precision)
+    worst = prove_family(hf_config, device, lora=lora, samplings=samplings, engine=proved)
+    if layout.is_main:
+        how = "packed, alone and generated" if generates else "packed and alone"
+        seconds = perf_counter() - begun
+        _log.info(
+            "checked: a small %s is the same %s, to %.0e, in %.1f s", kind, how, worst, seconds
+        )
+    keep_proof(place, layout)
+
+
+def prove_layout(
+    engine: Engine,
+    hf_config: PretrainedConfig,
+    config: EngineConfig,
+    lora: LoraConfig | None,
+    device: torch.device,
+) -> None:
+    """Prove one step at the layout of `engine`, in its groups. Collective. Raises as `prove` does."""
+    layout = engine.layout
+    own = config.model_copy(update=PLAIN).model_dump(mode="json")
+    place = proof_place(
+        hf_config, device, [own, layout.world, lora and lora.model_dump(mode="json")]
+    )
+    if all(gather_objects(place.is_file(), layout)):
+        return
+    begun = perf_counter()
+    from burnish.check.family_proof import prove_step
+
+    worst = prove_step(engine, hf_config, config, lora, device)
+    if layout.is_main:
+        seconds = perf_counter() - begun
+        said = "checked: %d processes are the same as one, to %.0e, in %.1f s"
+        _log.info(said, layout.world, worst, seconds)
+    keep_proof(place, layout)
+
+
+def _samplings(of_run: Sampling | None) -> list[Sampling]:
+    """Return greedy sampling, one with every filter, and the run's own."""
+    found = [GREEDY, SAMPLED]
+    if of_run is not None and of_run.temperature > 0:
+        found.append(
+            replace(
+                SAMPLED,
+                temperature=max(of_run.temperature, _LEAST_TEMPERATURE),
+                top_k=of_run.top_k,
+                top_p=of_run.top_p,
+                min_p=of_run.min_p,
+            )
+        )
+    return list(dict.fromkeys(found))
