@@ -19,7 +19,6 @@ from burnish.config.document import dump_yaml, one_line
 from burnish.config.keys import Key, known_keys, plain_name
 from burnish.config.load import DEFAULT, load_config, load_with_origins
 from burnish.config.schema import RunConfig
-from burnish.config.suggestions import suggestion
 from burnish.errors import UsageError
 from burnish.runs.run_directory import recorded_config
 
@@ -61,6 +60,8 @@ def explain(given: Namespace) -> None:
         return
     key = keys.get(plain_name(name))
     if key is None:
+        from burnish.config.suggestions import suggestion
+
         want, do = suggestion(name)
         raise UsageError(f"there is no setting {name}", have=name, want=want, do=do)
     console.print(Text(key.name, style="bold"))

@@ -46,6 +46,12 @@ def known_keys() -> Mapping[str, Key]:
     return {key.name: key for key in _keys(schema, schema["$defs"], "", may_change=False)}
 
 
+def is_default(name: str, value: Any) -> bool:
+    """Return whether a setting has this value by default."""
+    key = known_keys().get(name)
+    return key is not None and key.default == value
+
+
 def plain_name(name: str) -> str:
     """Return `reward.functions[3].weight` as the table has it: `reward.functions[].weight`."""
     return re.sub(r"\[\d+\]", "[]", name)

@@ -21,7 +21,6 @@ from burnish.config.credentials import refused_credentials, without_credentials
 from burnish.config.keys import Key, known_keys, plain_name
 from burnish.config.parsing import MOST_CHARACTERS, Document, parse_document, parse_value
 from burnish.config.schema import RunConfig
-from burnish.config.suggestions import foreign_names, suggestion
 from burnish.errors import BurnishError, MissingError, UsageError, refusing, together
 from burnish.functions import name_of
 from burnish.redaction import redacted
@@ -210,6 +209,9 @@ class _Draft:
         )
 
     def _note_unknown(self, name: str, value: Any) -> None:
+        from burnish.config.foreign_names import foreign_names
+        from burnish.config.suggestions import suggestion
+
         written = name in self.origins and name.partition(".")[0] not in foreign_names().sections
         if isinstance(value, Mapping) and value and not written:
             for part, inner in value.items():

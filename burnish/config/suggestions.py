@@ -1,95 +1,65 @@
-"""Answer an unknown key: another framework's name, or a misspelt one."""
+"""Answer an unknown key: a name of another framework, or a misspelt one. Only errors load this."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from difflib import SequenceMatcher
-from functools import cache
-from pathlib import Path
-from typing import Any, NamedTuple
-
-import yaml
+from typing import Any
 
 from burnish.config.document import one_line
-from burnish.config.keys import known_keys, plain_name
+from burnish.config.foreign_names import (
+    explain_foreign,
+    foreign_names,
+    known_ending,
+    translate_setting,
+)
+from burnish.config.keys import is_default, known_keys, plain_name
 
 _LONGEST = 100
 """Most characters of a name that could be a misspelt key."""
-
-
-class ForeignNames(NamedTuple):
-    """Names of settings in verl, TRL and OpenRLHF."""
-
-    sections: list[str]
-    """Sections without a counterpart; each name in them is answered by itself."""
-    renamed: dict[str, str]
-    """The key of the same setting here."""
-    different: dict[str, str]
-    """The nearest keys, a colon, and the difference."""
-    absent: dict[str, str]
-    """Why Burnish does not need or does not have the setting."""
-    values: dict[str, dict[str, dict[str, Any]]]
-    """The same settings here, by name and then by value, in lower case or "*" for any value."""
-
-
-@cache
-def foreign_names() -> ForeignNames:
-    """Return `foreign_names.yaml`, read once."""
-    tables = yaml.safe_load(Path(__file__).with_name("foreign_names.yaml").read_text())
-    values = {
-        name: {str(value).lower(): settings for value, settings in found.items()}
-        for name, found in tables.pop("values").items()
-    }
-    return ForeignNames(**tables, values=values)
-
-
-def counterpart(name: str, value: Any) -> dict[str, Any] | None:
-    """Return the settings for another framework's `name: value`; None if only a person can tell."""
-    known, foreign = known_keys(), foreign_names()
-    for end in _ends(name):
-        if found := foreign.values.get(end):
-            settings = found.get(str(value).lower(), found.get("*"))
-            return settings and {
-                key: value if each == "*" else each for key, each in settings.items()
-            }
-        if end in foreign.different or end in foreign.absent:
-            return None
-        is_known = end in known and not known[end].section and ("." in end or end == name)
-        if key := foreign.renamed.get(end) or (end if is_known else None):
-            return {key: value}
-    return None
-
-
-def is_default(name: str, value: Any) -> bool:
-    """Return whether a setting has this value by default."""
-    key = known_keys().get(name)
-    return key is not None and key.default == value
+_LEAST_LIKENESS = 0.75
+# A likeness of last parts counts a little less than one of whole names, which also decides between equals.
+_OF_LAST_PARTS, _OF_WHOLE_NAMES = 0.92, 0.1
 
 
 def suggestion(name: str, value: Any = None) -> tuple[str, str]:
     """Return `want` and `do` of the error for an unknown key (`trainer.save_freq`, `rolout.n`) and its value."""
-    name, known, foreign = plain_name(name), known_keys(), foreign_names()
-    same = None if value is None else counterpart(name, value)
-    if same is not None and all(is_default(*each) for each in same.items()):
-        return "nothing: that is how it is here", "leave it out"
-    plain = " ".join(f"{key}={one_line(each)}" for key, each in (same or {}).items())
-    write = f"write {plain}" if plain else ""
-    for end in _ends(name):
-        if key := foreign.renamed.get(end):
-            return f"{key}, which is called {end} elsewhere", write or f"write {key}"
-        if text := foreign.different.get(end):
-            return text, write or f"set {text.partition(':')[0]}"
-        if text := foreign.absent.get(end):
-            return f"nothing in its place: {text}", "leave it out"
-        if "." in end and end in known:
-            return "a known key", write or f"did you mean {end}?"
+    name = plain_name(name)
+    settings = None if value is None else translate_setting(name, value)
+    if settings is not None and all(is_default(*setting) for setting in settings.items()):
+        return "no setting, because this is the default", "leave it out"
+    ending = known_ending(name)
+    if ending is None:
+        return _of_unknown(name)
+    want, do = _of_known(ending)
+    if settings:
+        words = " ".join(f"{key}={one_line(meant)}" for key, meant in settings.items())
+        do = f"write {words}"
+    return want, do
+
+
+def _of_known(ending: str) -> tuple[str, str]:
+    """Return `want` and `do` for a name that a table of foreign names has, or that ends in a known key."""
+    tables = foreign_names()
+    want = explain_foreign(ending)
+    if ending in tables.renamed:
+        return want, f"write {tables.renamed[ending]}"
+    if ending in tables.different:
+        return want, f"set {want.partition(':')[0]}"
+    if ending in tables.absent:
+        return want, "leave it out"
+    return "a known key", f"did you mean {ending}?"
+
+
+def _of_unknown(name: str) -> tuple[str, str]:
+    """Return `want` and `do` for a name of which no ending is known."""
+    known = known_keys()
     namesakes = [key for key in known if key.rpartition(".")[2] == name]
-    if len(namesakes) > 1 and name not in known:
+    if len(namesakes) > 1:
         return "a known key", f"did you mean {' or '.join(namesakes)}?"
     if near := nearest(name):
         return "a known key", f"did you mean {near}?"
     section = known.get(name.rpartition(".")[0])
-    if section and section.section:
+    if section is not None and section.section:
         want = f"one of {', '.join(section.section)}"
         return want, f"see `burnish config explain {section.name}`"
     return "a known key", "see `burnish config explain` for all keys"
@@ -98,29 +68,23 @@ def suggestion(name: str, value: Any = None) -> tuple[str, str]:
 def nearest(name: str) -> str | None:
     """Return the known key most like `name`, or None.
 
-    A key's last part and the whole key are compared; the better match counts. Other frameworks' names count by their last part.
+    A key's last part and the whole key are compared; the better match counts. Names of other frameworks count by their last part.
     """
     if len(name) > _LONGEST:
         return None
     last = name.rpartition(".")[2]
-    scores = {
-        key: max(_likeness(name, key), 0.92 * _likeness(last, key.rpartition(".")[2]))
-        + 0.1 * _likeness(name, key)
-        for key in known_keys()
-        if not name.startswith(f"{key}.") or not known_keys()[key].section
-    }
+    scores: dict[str, float] = {}
+    for key, known in known_keys().items():
+        if known.section and name.startswith(f"{key}."):
+            continue  # the section is right, and the name in it is wrong
+        whole = _likeness(name, key)
+        of_last = _OF_LAST_PARTS * _likeness(last, key.rpartition(".")[2])
+        scores[key] = max(whole, of_last) + _OF_WHOLE_NAMES * whole
     for elsewhere, key in foreign_names().renamed.items():
-        scores[key] = max(scores[key], 0.92 * _likeness(last, elsewhere))
+        scores[key] = max(scores[key], _OF_LAST_PARTS * _likeness(last, elsewhere))
     best = max(scores, key=scores.__getitem__)
-    return best if scores[best] >= 0.75 else None
+    return best if scores[best] >= _LEAST_LIKENESS else None
 
 
 def _likeness(one: str, other: str) -> float:
     return SequenceMatcher(None, one, other).ratio()
-
-
-def _ends(name: str) -> Iterator[str]:
-    """Yield the name, then the name without its first section, ..."""
-    while name:
-        yield name
-        name = name.partition(".")[2]

@@ -1,4 +1,4 @@
-"""Turn arguments of verl, TRL and OpenRLHF into a configuration, by `foreign_names.yaml`.
+"""Turn arguments of verl, TRL and OpenRLHF into a configuration, by `burnish.config.foreign_names`.
 
 Arguments are `key=value`, `--flag value`, YAML, or lines of a shell script. Unknown ones become comments.
 """
@@ -14,10 +14,11 @@ from typing import Any
 
 from burnish.config.constraints import Command, check
 from burnish.config.document import dotted, one_line, write_yaml
-from burnish.config.keys import known_keys
+from burnish.config.foreign_names import translate_setting
+from burnish.config.keys import is_default, known_keys
 from burnish.config.load import load_settings, read_document, read_text
 from burnish.config.parsing import parse_value
-from burnish.config.suggestions import counterpart, is_default, suggestion
+from burnish.config.suggestions import suggestion
 from burnish.errors import UsageError, count_text
 
 _NAME = re.compile(r"\+{0,2}[A-Za-z_][\w.]*")
@@ -51,7 +52,7 @@ def translated(words: Sequence[str]) -> str:
     for name, value in names.items():
         want, do = suggestion(name)
         is_known = want != "a known key" and not want.startswith("one of ")
-        found = counterpart(name, value)
+        found = translate_setting(name, value)
         if found is None and not is_known and (key := _same_last_part(name)):
             found = {key: value}
         refused = "" if found is None else _refusal(found)

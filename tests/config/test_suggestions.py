@@ -1,13 +1,24 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 
+from burnish.config import foreign_names as foreign_names_package
+from burnish.config.foreign_names import foreign_names
 from burnish.config.keys import known_keys, plain_name
 from burnish.config.load import load_settings
-from burnish.config.suggestions import foreign_names, nearest, suggestion
+from burnish.config.suggestions import nearest, suggestion
 
+PATHS = sorted(Path(foreign_names_package.__file__).parent.glob("*.yaml"))
+TABLES = [yaml.safe_load(path.read_text()) for path in PATHS]
+ANSWERS = ("renamed", "different", "absent")
+"""A name stands in one of these parts of one table."""
 SECTIONS, RENAMED, DIFFERENT, ABSENT, VALUES = foreign_names()
 
 KEYS = known_keys()
@@ -114,7 +125,6 @@ def test_an_answer_has_the_value_and_none_is_a_default(name: str, value: object,
 
 def test_every_value_of_a_name_from_elsewhere_fits() -> None:
     assert [name for name in VALUES if name not in {**RENAMED, **DIFFERENT}] == []
-    assert list(VALUES) == sorted(VALUES)
     for settings in [settings for values in VALUES.values() for settings in values.values()]:
         plain = {key: value for key, value in settings.items() if value != "*"}
         load_settings({}, plain)
@@ -124,12 +134,36 @@ def test_every_value_of_a_name_from_elsewhere_fits() -> None:
 
 
 def test_names_from_elsewhere_are_answered_once_and_are_no_keys() -> None:
-    names = [*RENAMED, *DIFFERENT, *ABSENT]
-    assert len(names) == len(set(names))
-    assert [each for each in names if each in KEYS] == []
-    assert [each for each in SECTIONS if each in KEYS] == []
-    for table in (RENAMED, DIFFERENT, ABSENT):
-        assert list(table) == sorted(table)
+    names = [name for table in TABLES for part in ANSWERS for name in table[part]]
+    assert len(names) == len(set(names)) == len({**RENAMED, **DIFFERENT, **ABSENT})
+    assert [name for name in names if name in KEYS] == []
+    assert [section for section in SECTIONS if section in KEYS] == []
+
+
+@pytest.mark.parametrize("table", TABLES, ids=[path.stem for path in PATHS])
+def test_a_table_is_in_order(table: dict[str, Any]) -> None:
+    for part in (*ANSWERS, "values"):
+        assert list(table[part]) == sorted(table[part]), part
+    assert set(table["values"]) <= {*table["renamed"], *table["different"]}
+
+
+def test_only_an_error_loads_the_names_of_other_frameworks() -> None:
+    code = (
+        "import sys\n"
+        "from burnish.config.load import load_config\n"
+        "from burnish.errors import UsageError\n"
+        "loaded = lambda: {name for name in sys.modules if 'foreign' in name or 'suggestions' in name}\n"
+        "load_config(None, ['model.path=m', 'data.train=x.jsonl'])\n"
+        "assert loaded() == set(), loaded()\n"
+        "try:\n"
+        "    load_config(None, ['model.path=m', 'data.train=x.jsonl', 'learning_rate=1'])\n"
+        "except UsageError:\n"
+        "    assert loaded() == {'burnish.config.foreign_names', 'burnish.config.suggestions'}\n"
+        "    assert not any(name.startswith('burnish.translate') for name in sys.modules)\n"
+        "else:\n"
+        "    raise AssertionError('it was no error')\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_what_is_said_of_names_from_elsewhere_names_keys_that_exist() -> None:

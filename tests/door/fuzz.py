@@ -27,8 +27,8 @@ from door.mutations import WORDS, displace, mutated, nasty
 from door.training_inputs import rewards, rows, template
 
 from burnish.cli.main import main
+from burnish.config.foreign_names import foreign_names
 from burnish.config.keys import known_keys
-from burnish.config.suggestions import foreign_names
 
 DEADLINE_SECONDS, PATIENCE_SECONDS = 60, 300
 """Of the processor's time, and of waiting. Only what hangs takes that long, whatever else the machine does."""

@@ -1,0 +1,100 @@
+"""Read what other frameworks call the settings. Only errors and `burnish config translate` load this.
+
+Each framework is one table, a YAML file of this folder. A name that frameworks share stands in one table only. The text of a name
+states any difference in meaning, because nobody should change the algorithm by following it. Rare names, and names that are the
+same here, are left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import yaml
+
+from burnish.config.keys import known_keys
+
+
+class ForeignNames(NamedTuple):
+    """Names of settings in other frameworks.
+
+    A name is the last part of a dotted name, or more parts where the last is ambiguous (`rollout.name` of verl).
+    """
+
+    sections: list[str]
+    """Sections without a counterpart; each name in them is answered by itself."""
+    renamed: dict[str, str]
+    """The key of the same setting here."""
+    different: dict[str, str]
+    """The nearest keys, a colon, and the difference."""
+    absent: dict[str, str]
+    """Why Burnish does not need or does not have the setting."""
+    values: dict[str, dict[str, dict[str, Any]]]
+    """The same settings here, by name and then by value, in lower case or "*" for any value."""
+
+
+@cache
+def foreign_names() -> ForeignNames:
+    """Return all tables as one, read once."""
+    names = ForeignNames([], {}, {}, {}, {})
+    for path in sorted(Path(__file__).parent.glob("*.yaml")):
+        table = yaml.safe_load(path.read_text())
+        names.sections.extend(table.get("sections", []))
+        names.renamed.update(table["renamed"])
+        names.different.update(table["different"])
+        names.absent.update(table["absent"])
+        for name, by_value in table["values"].items():
+            names.values[name] = {str(value).lower(): found for value, found in by_value.items()}
+    return names
+
+
+def known_ending(name: str) -> str | None:
+    """Return the longest ending of a dotted name that is in a table or a setting here, or None.
+
+    A single last part of several is no setting here: `optim.n` elsewhere is not `n`.
+    """
+    tables = foreign_names()
+    for ending in _endings(name):
+        if ending in tables.renamed or ending in tables.different or ending in tables.absent:
+            return ending
+        if ending in known_keys() and ("." in ending or ending == name):
+            return ending
+    return None
+
+
+def translate_setting(name: str, value: Any) -> dict[str, Any] | None:
+    """Return the settings here that mean `name: value` elsewhere; None if only a person can tell."""
+    ending = known_ending(name)
+    if ending is None:
+        return None
+    tables = foreign_names()
+    if ending in tables.values:
+        by_value = tables.values[ending]
+        settings = by_value.get(str(value).lower(), by_value.get("*"))
+        if settings is None:
+            return None
+        return {key: value if meant == "*" else meant for key, meant in settings.items()}
+    if ending in tables.renamed:
+        return {tables.renamed[ending]: value}
+    if ending in tables.different or ending in tables.absent or known_keys()[ending].section:
+        return None
+    return {ending: value}
+
+
+def explain_foreign(ending: str) -> str:
+    """Return what stands here for a name of the tables; "" for any other."""
+    tables = foreign_names()
+    if ending in tables.renamed:
+        return f"{tables.renamed[ending]}, which is called {ending} elsewhere"
+    if ending in tables.absent:
+        return f"nothing in its place: {tables.absent[ending]}"
+    return tables.different.get(ending, "")
+
+
+def _endings(name: str) -> Iterator[str]:
+    """Yield the name, then the name without its first section, ..."""
+    while name:
+        yield name
+        name = name.partition(".")[2]
