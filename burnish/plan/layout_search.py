@@ -15,7 +15,8 @@ from burnish.distributed.layout import indivisible
 from burnish.errors import BurnishError, UsageError, bytes_text
 from burnish.families import ModelShape, names_of
 from burnish.plan.devices import PER_MACHINE, Clock, Devices
-from burnish.plan.memory import MegatronNeeds, Needs, Parts, phases_of, total_of
+from burnish.plan.megatron_memory import MegatronNeeds
+from burnish.plan.memory import Needs, Parts, total_of
 from burnish.plan.model import PlannedModel, Workload, shards_of
 
 _CHECKPOINTING = get_args(EngineConfig.model_fields["activation_checkpointing"].annotation)
@@ -216,31 +217,18 @@ class Planner:
                 yield found
 
     def _plans(self, engine: EngineConfig, kinds: Sequence[str]) -> Iterator[Plan]:
-        stages = list(self._needs(engine))
+        of_engine = MegatronNeeds if engine.kind == "megatron" else Needs
+        needs = of_engine(
+            self.model, self.work, self._devices, engine, self._config.optim, judges=self._judges
+        )
         for kind in kinds:
             found = engine.model_copy(update={"activation_checkpointing": kind})
-            host = {} if self._devices.cpu else max((s.host(kind) for s in stages), key=total_of)
+            host = {} if self._devices.cpu else needs.host(kind)
             operations = self._clock.operations(found)
-            microbatches, slots = stages[0].microbatches, min(stage.slots for stage in stages)
-            seconds = self._clock.seconds(found, microbatches, operations, slots)
-            phases = phases_of(stages, kind)
+            microbatches = needs.microbatches
+            seconds = self._clock.seconds(found, microbatches, operations, needs.slots)
+            phases = needs.phases(kind)
             yield Plan(found, phases, host, operations, seconds, microbatches, self._devices)
-
-    def _needs(self, engine: EngineConfig) -> Iterator[Needs]:
-        """Yield the needs of stages that can be the fullest."""
-        of_engine = MegatronNeeds if engine.kind == "megatron" else Needs
-        last = engine.pipeline_parallel - 1
-        middle = {(last + 1) // 2} if len(self.model.layers) > 1 else set()
-        for stage in sorted({0, last} | middle):
-            yield of_engine(
-                self.model,
-                self.work,
-                self._devices,
-                engine,
-                self._config.optim,
-                judges=self._judges,
-                stage=stage,
-            )
 
 
 def why_not(plans: Sequence[Plan]) -> list[str]:

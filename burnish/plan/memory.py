@@ -58,13 +58,12 @@ class Needs:
         optim: OptimConfig,
         *,
         judges: Sequence[PlannedModel] = (),
-        stage: int = 0,
     ) -> None:
-        """Take the trained model, those of `reward.models`, and the pipeline stage."""
+        """Take the trained model and those of `reward.models`."""
         self._model, self._work, self._devices = model, work, devices
         self._engine, self._optim = engine, optim
         self._tensor, self._shards = engine.tensor_parallel, shards_of(engine, devices.count)
-        self._world, self._cpu, self._stage = devices.count, devices.cpu, stage
+        self._world, self._cpu = devices.count, devices.cpu
         self._width = product_bytes(engine)
         budget, ranks = work.budget, engine.replicas * self._shards
         longest = -(-work.length // engine.sequence_parallel)
@@ -80,8 +79,7 @@ class Needs:
         self._judges = [self._needs_of(judge) for judge in judges]
 
     def _needs_of(self, model: PlannedModel) -> Needs:
-        given = (model, self._work.alone, self._devices, self._engine, self._optim)
-        return type(self)(*given, stage=self._stage)
+        return type(self)(model, self._work.alone, self._devices, self._engine, self._optim)
 
     def phases(self, checkpointing: str) -> dict[str, Parts]:
         """Return the parts of each phase's fullest moment, in a step's order."""
@@ -460,173 +458,6 @@ class Needs:
             "activations": activations,
             "logits": logits,
         }
-
-
-class MegatronNeeds(Needs):
-    """Bytes of one process of a pipeline stage of the Megatron engine.
-
-    A lasting fp32 buffer collects gradients. Data-parallel processes divide fp32 weights and moments. The first stage has most
-    micro-batches in flight, the last the logits.
-    """
-
-    @cached_property
-    def _chunks(self) -> list[Counter[LayerShape]]:
-        """The stage's layers by virtual stage."""
-        layers, stages = self._model.shape.layers, self._engine.pipeline_parallel
-        runs = stages * self._engine.virtual_stages
-        each, over = divmod(len(layers), runs)
-        starts = [each * run + min(run, over) for run in range(runs + 1)]
-        return [
-            Counter(layers[starts[run] : starts[run + 1]])
-            for run in range(self._stage, runs, stages)
-        ]
-
-    @cached_property
-    def _counts(self) -> Counter[LayerShape]:
-        return sum(self._chunks, Counter())
-
-    @property
-    def _is_last(self) -> bool:
-        return self._stage == self._engine.pipeline_parallel - 1
-
-    def _elements(self, weight: Weight) -> float:
-        if weight.experts:
-            return weight.elements / self._engine.expert_sharing
-        return weight.held(1, self._tensor)
-
-    @cached_property
-    def _experts_and_others(self) -> tuple[float, float]:
-        every = [(w, n) for kind, n in self._counts.items() for w in self._model.layers[kind]] + [
-            (w, 1) for w in self._outside
-        ]
-        experts = sum(self._elements(w) * n for w, n in every if w.experts)
-        return experts, sum(self._elements(w) * n for w, n in every if not w.experts)
-
-    @property
-    def _outside(self) -> Iterator[Weight]:
-        table, norm, *head = self._model.root
-        if self._stage == 0:
-            yield table
-        if self._is_last:
-            yield norm
-            yield from head or ([table] if self._stage and not self._model.scores_values else [])
-
-    @property
-    def _frozen(self) -> float:
-        return sum(self._experts_and_others)
-
-    @property
-    def _stepped(self) -> float:
-        experts, others = self._experts_and_others
-        copies = self._world / self._engine.pipeline_parallel / self._engine.expert_sharing
-        return experts / copies + others / self._shards
-
-    @property
-    def _matrices(self) -> float:
-        return 0.0
-
-    @cached_property
-    def _state(self) -> Parts:
-        exact = FP32 * self._stepped if self._width != FP32 else 0.0
-        offloaded = self._engine.optimizer_offload
-        return {
-            "weights": self._width * self._frozen,
-            "gradients": FP32 * self._frozen,
-            "optimizer": exact + (0.0 if offloaded else self._slots),
-        }
-
-    @property
-    def _left_gathered(self) -> float:
-        return 0.0
-
-    @property
-    def _gathered(self) -> float:
-        scattered = self._engine.megatron_sequence_parallel and self._tensor > 1
-        return self._tokens * self._hidden * scattered
-
-    def _scorings(self) -> Iterator[Parts]:
-        forward = max(each.forward for each in self._tokens_of.values())
-        yield {
-            "gathered": self._gathered,
-            "activations": self._tokens * forward + self._scored * self._hidden,
-            "logits": self._logits[0] if self._is_last else 0.0,
-        }
-
-    def _updates(self, checkpointing: str) -> Iterator[Parts]:
-        yield from self._update(checkpointing)
-        if self._critic:
-            others = self._state["gradients"] - self._critic._state["gradients"]
-            for parts in self._critic._update(checkpointing):
-                yield parts | {"gradients": parts["gradients"] + others}
-
-    def _update(self, checkpointing: str) -> Iterator[Parts]:
-        kept, shape = self._kept(checkpointing), self._model.shape
-        waiting = self._waiting(kept)
-        tied = self._head_gradient if shape.tied and self._engine.pipeline_parallel == 1 else 0.0
-        if self._is_last:
-            last = (self._tokens + 4 * self._scored) * self._hidden
-            yield self._at(waiting + last, 0.0, max(self._logits))
-        for kind, each in self._tokens_of.items():
-            own = 0.0 if checkpointing == "full" else each.none - getattr(each, checkpointing)
-            peak = self._tokens * (max(each.mlp_backward, each.attention_backward) - own)
-            made = max(map(self._made_at_once, self._model.layers[kind]))
-            yield self._at(waiting - kept[kind] + peak, tied + self._width * made)
-        if self._stage == 0:
-            table = self._width * self._elements(self._model.root[0])
-            chunk = self._sum(kept) / self._engine.virtual_stages
-            yield self._at(waiting - chunk + 2 * self._tokens * self._hidden, tied + table)
-        yield self._at(0.0, 0.0) | self._stepping
-
-    def _waiting(self, kept: Mapping[LayerShape, float]) -> float:
-        """Return the bytes of micro-batches in flight at the first backward pass (1F1B)."""
-        stages, virtual = self._engine.pipeline_parallel, self._engine.virtual_stages
-        begun = stages - self._stage
-        if virtual > 1:  # each chunk in turn runs as many micro-batches as there are stages
-            begun = 2 * begun - 1 + (virtual - 1) * stages
-        turns, rest = divmod(begun, stages * virtual)
-        total = 0.0
-        for number, chunk in enumerate(self._chunks):
-            flying = turns * stages + min(max(rest - number * stages, 0), stages)
-            total += min(flying, self.microbatches) * sum(kept[k] * n for k, n in chunk.items())
-        return total
-
-    def _at(self, activations: float, gradients: float, logits: float = 0.0) -> Parts:
-        """Name parts; `gradients` are outside the buffer."""
-        return {
-            "gradients": self._state["gradients"] + gradients,
-            "gathered": self._gathered,
-            "activations": activations,
-            "logits": logits,
-        }
-
-    def _made_at_once(self, weight: Weight) -> float:
-        """Return the elements of a gradient before it joins the buffer; a CPU makes one expert's at once."""
-        single = (
-            self._engine.expert_parallel / weight.experts if self._cpu and weight.experts else 1
-        )
-        return self._elements(weight) * single
-
-    @cached_property
-    def _stepping(self) -> Parts:
-        every = [w for kind in self._counts for w in self._model.layers[kind]] + [*self._outside]
-        alone = min(max(map(self._elements, every)), self._stepped)
-        in_waves = self._engine.optimizer_offload or self._optim.moments == "bf16"
-        slots = 2 * FP32 * self._stepped if in_waves else 0.0
-        wave = min(slots, max(_OPTIMIZER_WAVE, 2 * FP32 * alone))
-        # torch's AdamW has temporaries: of one weight on CPUs, of all weights of a step elsewhere.
-        single, together = 2 * FP32 * alone, wave / 2 if in_waves else FP32 * self._stepped
-        return {"optimizer step": wave + (single if self._cpu else together)}
-
-    def _publishing(self) -> Parts:
-        engine = self._engine
-        ranks = self._tensor * engine.pipeline_parallel * engine.expert_parallel
-        return _sent(self._width * self._model.elements * (1 - 1 / ranks))
-
-
-def phases_of(stages: Sequence[Needs], checkpointing: str) -> dict[str, Parts]:
-    """Return each phase's parts on the stage that needs most."""
-    found = [stage.phases(checkpointing) for stage in stages]
-    return {phase: max((each[phase] for each in found), key=total_of) for phase in found[0]}
 
 
 def _sent(size: float) -> Parts:

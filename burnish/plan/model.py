@@ -207,7 +207,7 @@ class TokenBytes(NamedTuple):
     none: float
     """Kept for the backward pass."""
     selective: float
-    """Kept when elementwise operations are recomputed; with Megatron, when attention is recomputed."""
+    """Kept when elementwise operations are recomputed."""
     full: float
     """Kept when the whole layer is recomputed."""
     forward: float
@@ -223,8 +223,7 @@ def token_bytes(
 ) -> TokenBytes:
     """Return a token's bytes in a layer, with `width` bytes per number of a product."""
     part = _hidden(model, engine, width)
-    make = _of_megatron if engine.kind == "megatron" else _of_torch
-    attention, mlp = make(model, layer, engine, width, cpu)
+    attention, mlp = _of_torch(model, layer, engine, width, cpu)
     kept = attention.kept + mlp.kept
     return TokenBytes(
         kept,
@@ -247,9 +246,8 @@ class _Block(NamedTuple):
 
 
 def _hidden(model: PlannedModel, engine: EngineConfig, width: int) -> float:
-    """Return a token's bytes of the hidden state between blocks; tensor ranks may divide tokens."""
-    divided = engine.kind == "torch" or engine.megatron_sequence_parallel
-    return model.shape.hidden * width / (engine.tensor_parallel if divided else 1)
+    """Return a token's bytes of the hidden state between blocks, where tensor ranks divide tokens."""
+    return model.shape.hidden * width / engine.tensor_parallel
 
 
 def _heads(shape: ModelShape, engine: EngineConfig, width: int) -> tuple[float, float]:
@@ -326,39 +324,6 @@ def _of_torch(
         backward=max(2 * sent, 2 * inner),
     )
     return attention, mlp
-
-
-def _of_megatron(
-    model: PlannedModel, layer: LayerShape, engine: EngineConfig, width: int, cpu: bool
-) -> tuple[_Block, _Block]:
-    exact, tensor, shape = FP32 / width, engine.tensor_parallel, model.shape
-    part = _hidden(model, engine, width)
-    query, key = _heads(shape, engine, width)
-    # If ranks outnumber key heads, each rank computes parts of heads and gathers whole heads.
-    mixed = (shape.query + 2 * shape.key) * width / (tensor if tensor <= shape.key_heads else 1)
-    heads, normed = query + 2 * key, model.shape.family.query_norms == "head"
-    copies = heads if cpu else query + key
-    attention = _Block(
-        kept=2 * part
-        + copies
-        + query * (1 if cpu and width != FP32 else 2)
-        + (mixed if normed or not cpu else 0.0)
-        + query * normed,
-        products=2 * part + 2 * query + mixed + (query + key) * normed,
-        forward=mixed + heads + (heads * exact if cpu else 0) + query,
-        backward=2 * mixed + heads * (2 * exact if cpu else 1) + query,
-    )
-    if not layer.experts:
-        inner = layer.intermediate * width / tensor
-        kept = 2 * part + 5 * inner
-        return attention, _Block(kept, kept, part + 4 * inner, 2 * inner)
-    within = engine.expert_tensor_parallel or tensor
-    rows = layer.experts_per_token * part * within
-    inner = layer.experts_per_token * part / model.shape.hidden * layer.intermediate
-    router = layer.experts * part / model.shape.hidden * (1 + 5 / width)
-    kept = 2 * part + router + rows + 5 * inner
-    work = max(3 * rows, rows + 3 * inner)
-    return attention, _Block(kept, kept, work, max(2 * inner, 2 * rows))
 
 
 @dataclass(frozen=True, slots=True)

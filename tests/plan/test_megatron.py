@@ -13,7 +13,7 @@ from burnish.errors import UsageError
 from burnish.families import ModelShape
 from burnish.plan.devices import parse_devices
 from burnish.plan.layout_search import Planner
-from burnish.plan.memory import MegatronNeeds
+from burnish.plan.megatron_memory import MegatronNeeds
 from burnish.plan.model import PlannedModel, Workload
 
 MODEL = QWEN3_8B | {"tie_word_embeddings": False}
@@ -31,6 +31,14 @@ MIXTURE = {
     "vocab_size": 151936,
     "tie_word_embeddings": False,
 }
+SHARED = (
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "vocab_size",
+)
 
 
 def values_of(model=MODEL, **engine):
@@ -115,7 +123,7 @@ def test_resting_moments_come_some_at_a_time(rests):
 
 
 def test_a_critic_and_a_judge_are_cut_as_the_policy_is():
-    """One has all of its state beside the policy's, without a second table in the last stage, the other its weights."""
+    """One has all of its state beside the policy's, the other its weights."""
     values = values_of(pipeline_parallel=4) | {
         "data": {"train": ["t.jsonl"], "max_length": 4096, "max_prompt_length": 512},
         "batch": {"prompts": 64, "tokens_per_device": 8192},
@@ -125,22 +133,19 @@ def test_a_critic_and_a_judge_are_cut_as_the_policy_is():
     config, shape = RunConfig.model_validate(values), ModelShape.of(MODEL)
     devices = parse_devices("8xB200-180G")
     plan, _ = Planner(shape, config, "rl", devices, [shape]).as_configured()
-    parts, table, layer = plan.phases["save"], 151936 * 4096, layer_of(MODEL)
-    stages = [9 * layer + table, 9 * layer + 4096]
-    held = parts["weights"] / 2
-    critic = next(each for each in stages if held - each in (0, table))
-    assert parts["critic"] == pytest.approx((2 + 4 + 12 / 2) * critic)
-    assert parts["reward models"] == 2 * critic
+    parts = plan.phases["save"]
+    stage = parts["weights"] / 2
+    assert parts["critic"] == pytest.approx((2 + 4 + 12 / 2) * stage)
+    assert parts["reward models"] == 2 * stage
     alone = plan_of(values_of(pipeline_parallel=4), "8xB200-180G")
     assert plan.phases["update"]["gradients"] == alone.phases["update"]["gradients"]
 
 
-def test_the_ends_of_a_pipeline_have_the_embedding_and_the_output_layer():
-    """36 layers over 8 stages: the first four have five of them, and the first the embedding as well."""
+def test_the_fullest_stage_has_the_most_layers_and_a_table():
+    """36 layers over 8 stages: some have five of them."""
     layer, table = layer_of(MODEL), 151936 * 4096
     assert parts_of(pipeline_parallel=8)["weights"] == 2 * (5 * layer + table)
-    whole = parts_of(pipeline_parallel=4)["weights"]
-    assert whole == 2 * (9 * layer + table + 4096)  # the last, for its norm
+    assert parts_of(pipeline_parallel=4)["weights"] == 2 * (9 * layer + table)
 
 
 def test_tied_tables_are_at_both_ends_of_a_pipeline_and_once_without_one():
@@ -208,11 +213,22 @@ def test_what_is_recommended_is_a_good_configuration(model, devices, tmp_path):
         assert config.engine == plan.engine
 
 
-def test_the_gradients_of_a_matrix_of_experts_are_made_at_once():
-    """On an accelerator, before they are added to the buffer."""
+def test_the_gradient_of_a_weight_is_made_before_it_joins_the_buffer():
     parts = parts_of(MIXTURE | {"vocab_size": 1024}, "update", expert_parallel=8)
-    held = parts["weights"] / 2
-    assert parts["gradients"] - 4 * held == 2 * 128 / 8 * (2 * 768 * 2048)
+    assert parts["gradients"] == 2 * parts["weights"]
+    assert parts["new gradient"] == 2 * 128 / 8 * (2 * 768 * 2048)
+
+
+def test_experts_keep_the_tokens_that_they_get():
+    """Eight of 128 experts, so as much as a dense layer of eight times their width, and the tokens."""
+    routed_model = MIXTURE | {"vocab_size": 1024}
+    dense = MODEL | {name: routed_model[name] for name in SHARED} | {"intermediate_size": 8 * 768}
+    plain, routed = (
+        parts_of(each, "update", expert_parallel=degree)["activations"]
+        for each, degree in ((dense, 1), (routed_model, 64))
+    )
+    per_layer = 8192 * 8 * 2048 * 2
+    assert routed - plain == pytest.approx((48 + 2) * per_layer)
 
 
 def test_experts_that_are_evened_out_are_counted_by_a_pass():
@@ -227,35 +243,25 @@ def test_a_family_that_the_engine_does_not_compute_is_refused():
         planner(values_of(MODEL | {"model_type": "olmo2"}))
 
 
-@given(
-    st.integers(1, 5), st.sampled_from([1, 2, 3]), st.integers(1, 12), st.integers(6, 20), st.data()
-)
-def test_waiting_micro_batches_are_those_of_a_simulated_schedule(
-    ranks, virtual, count, depth, data
-):
-    """Stages run some forward passes ahead, then one of each in turn; chunks take turns of `ranks`."""
-    virtual = virtual if ranks > 1 and depth >= ranks * virtual else 1
-    count *= ranks if virtual > 1 else 1  # whole turns
-    stage = data.draw(st.integers(0, ranks - 1))
+@given(st.integers(1, 5), st.integers(1, 3), st.integers(1, 12), st.booleans())
+def test_micro_batches_in_flight_are_those_of_a_simulated_schedule(stages, virtual, turns, is_last):
+    """Stages run some forward passes ahead, then one of each in turn; chunks take turns of as many as there are stages."""
+    virtual = virtual if stages > 1 else 1
+    count = turns * stages if virtual > 1 else turns
     values = values_of(
-        MODEL | {"num_hidden_layers": depth}, virtual_stages=virtual, pipeline_parallel=ranks
+        MODEL | {"num_hidden_layers": stages * virtual},
+        virtual_stages=virtual,
+        pipeline_parallel=stages,
     )
     values["batch"] = {"examples": 2 * count, "tokens_per_device": 8192}
-    config, model = RunConfig.model_validate(values), planned(values["model"]["fresh"])
-    devices = parse_devices(f"{ranks}xH100")
+    config = RunConfig.model_validate(values)
+    model = planned(values["model"]["fresh"])
     work = Workload.of_examples(config.batch, config.data)
-    needs = MegatronNeeds(model, work, devices, config.engine, config.optim, stage=stage)
-    each, over = divmod(depth, ranks * virtual)
-    layers = [each + (run < over) for run in range(stage, ranks * virtual, ranks)]
-    ahead = ranks - stage - 1
+    needs = MegatronNeeds(model, work, parse_devices(f"{stages}xH100"), config.engine, config.optim)
+    stage = stages - 1 if is_last else 0
+    ahead = stages - stage - 1
     if virtual > 1:
-        ahead = 2 * ahead + (virtual - 1) * ranks
-    order = [
-        number // ranks % virtual
-        for number in range(-(-count // ranks) * ranks * virtual)
-        if number // (ranks * virtual) * ranks + number % ranks < count
-    ]
-    begun = order[: ahead + 1]
+        ahead = 2 * ahead + (virtual - 1) * stages
     assert needs.microbatches == count
-    (kind,) = model.layers
-    assert needs._waiting({kind: 1.0}) == sum(layers[chunk] for chunk in begun)
+    chunks = min(ahead + 1, count * virtual)
+    assert needs._in_flight()[is_last] == pytest.approx(chunks / virtual)
