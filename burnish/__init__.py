@@ -3,26 +3,32 @@
 Each name, and torch with it, is imported on first use.
 """
 
-from importlib import import_module
+from burnish.version import __version__
 
-__version__ = "0.1.0"
+_OF_API = ("Result", "evaluate", "load_config", "rl", "sft")
 
-_HOMES = {
-    "Result": "burnish.api",
-    "evaluate": "burnish.api",
-    "load_config": "burnish.api",
-    "rl": "burnish.api",
-    "sft": "burnish.api",
-    "BurnishError": "burnish.errors",
-    "Engine": "burnish.engines.base",
-    "Generator": "burnish.rollout.base",
-    "Tracker": "burnish.tracking.trackers",
-}
-
-__all__ = [*_HOMES, "__version__"]
+__all__ = [*_OF_API, "BurnishError", "Engine", "Generator", "Tracker", "__version__"]
 
 
 def __getattr__(name: str) -> object:
-    if name not in _HOMES:
-        raise AttributeError(f"module 'burnish' has no attribute {name!r}")
-    return getattr(import_module(_HOMES[name]), name)
+    if name in _OF_API:
+        from burnish import api
+
+        return getattr(api, name)
+    if name == "BurnishError":
+        from burnish.errors import BurnishError
+
+        return BurnishError
+    if name == "Engine":
+        from burnish.engines.base import Engine
+
+        return Engine
+    if name == "Generator":
+        from burnish.rollout.base import Generator
+
+        return Generator
+    if name == "Tracker":
+        from burnish.tracking.trackers import Tracker
+
+        return Tracker
+    raise AttributeError(f"module 'burnish' has no attribute {name!r}")

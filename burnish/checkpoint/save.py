@@ -20,7 +20,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from burnish import __version__
 from burnish.boxes.box import whole
 from burnish.boxes.pieces import PieceTable
 from burnish.boxes.plan import Group, Move
@@ -70,6 +69,7 @@ from burnish.files.durable import Removals, Syncs, discard, naming_failures
 from burnish.files.lease import LeaseToken
 from burnish.files.storage import LocalFile, LocalStorage
 from burnish.files.strict_json import encode_json
+from burnish.version import __version__
 
 Fence = Callable[[], None]
 """Raises an error if a step may not be committed any more."""

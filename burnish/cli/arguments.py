@@ -10,10 +10,10 @@ from importlib import import_module
 from pathlib import Path, PurePath
 from typing import Any
 
-from burnish import __version__
 from burnish.errors import UsageError, together
 from burnish.files.strict_json import clipped
 from burnish.functions import did_you_mean
+from burnish.version import __version__
 
 # More are a slip of the finger.
 _MOST_PROCESSES = 1_000_000
@@ -84,7 +84,7 @@ _COMMANDS = {
         "Train a model by reinforcement learning. The same command again resumes the run.",
     ),
     "submit": (
-        "run:submit",
+        "launch:submit",
         "sft|rl CONFIG key=value --address --processes",
         "Submit a run to a Ray cluster as a job, and follow its output. All nodes must see this directory.",
     ),
@@ -109,7 +109,7 @@ _COMMANDS = {
         "Serve a web page that shows runs and rollouts, also while they grow. It changes no run.",
     ),
     "serve": (
-        "run:serve_run",
+        "launch:serve_run",
         "CONFIG key=value --port --host",
         "Generate completions for a run with rollout.place=servers, until ctrl-C. Start this command once for each server, on "
         "any machine that sees the run's directory.",

@@ -5,16 +5,15 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from importlib import import_module
 from pathlib import Path, PurePath
 from typing import Any
 
-from burnish import __version__
 from burnish.checkpoint.steps import CommittedStep, verify_files
 from burnish.checkpoint.write_plan import MODEL
 from burnish.cli.ckpt import Report, Say, one_step
 from burnish.errors import MissingError, UsageError, bytes_text
 from burnish.files.hub import push
+from burnish.version import __version__
 
 
 def push_step(
@@ -49,11 +48,13 @@ def _folder(step: CommittedStep, directory: str, which: Mapping[str, Any]) -> It
     if not which["merged"] and which["base"] is None:
         yield Path(step.path, directory)
         return
-    tensors = import_module("burnish.cli.ckpt_tensors")
+    from burnish.checkpoint.tools.export import export
+    from burnish.cli.ckpt_tensors import DTYPES, FILE_BYTES, exportable
+
     with (
-        tensors.exportable(step, **which) as model,
+        exportable(step, **which) as model,
         tempfile.TemporaryDirectory(prefix=".push-", dir=step.path.parent.parent) as parent,
     ):
         folder = Path(parent, MODEL)
-        tensors.export(model, folder, tensors.DTYPES["bf16"], tensors.FILE_BYTES)
+        export(model, folder, DTYPES["bf16"], FILE_BYTES)
         yield folder

@@ -11,8 +11,8 @@ from dataclasses import asdict
 import torch
 
 from burnish.check.machine import Finding, look
+from burnish.cli.launch import launcher_of
 from burnish.cli.output import print_text
-from burnish.cli.run import launcher_of
 from burnish.config.schema import DistributedConfig
 from burnish.distributed.collectives import gather_objects
 from burnish.distributed.layout import Layout

@@ -23,11 +23,11 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from burnish import __version__
 from burnish.files.durable import write_durably
 from burnish.files.storage import LOCAL, open_regular
 from burnish.files.strict_json import parse_object
 from burnish.redaction import redacted
+from burnish.version import __version__
 
 _DIFF_BYTES = 1 << 20  # most of a diff that is kept
 _OBJECT_BYTES = 1 << 24  # most of a file of one JSON object that is read

@@ -1,0 +1,55 @@
+"""`--dry-run` of `burnish sft`, `rl` and `eval`: print what the command would do."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from argparse import Namespace
+from collections.abc import Sequence
+from pathlib import Path
+
+from burnish.api import prepare
+from burnish.cli.output import print_text
+from burnish.cli.plan import devices_of, fit
+from burnish.config.constraints import Command
+from burnish.config.schema import RunConfig
+from burnish.distributed.environment import place_of
+from burnish.runs.summary import summary
+
+
+def dry_run(given: Namespace, config: RunConfig, run_dir: Path | None) -> None:
+    """Print what a command would do on the devices that are named, or on this machine's."""
+    command: Command = given.command
+    devices, layout = getattr(given, "devices", None), place_of(os.environ).layout
+    target = devices_of(devices)
+    world = layout.world if target is None else target.count
+    config, said = prepare(config, command, world, run_dir)
+    from burnish.runs.dry_run import set_up
+
+    found = set_up(config, command, run_dir)
+    if devices is None:
+        config = config.model_copy(update={"engine": found.engine})
+    if layout.is_main:
+        memory = None if command == "eval" else fit(config, command, target)
+        paragraphs = (
+            f"burnish {command} is ready to run",
+            summary(config, command, world, run_dir, memory),
+            *(f"note: {notice}" for notice in said),
+            "No weights were loaded, and nothing was written to the run's directory. To run it:",
+            _started([command, *filter(None, [given.config]), *given.overrides], world),
+        )
+        print_text("\n\n".join(paragraphs))
+
+
+def _started(arguments: Sequence[str], world: int) -> str:
+    if world == 1:
+        return f"  {shlex.join(['burnish', *arguments])}"
+    from burnish.plan.devices import PER_MACHINE
+
+    machines = world // PER_MACHINE if world % PER_MACHINE == 0 else 1
+    each = ["--nproc-per-node", str(world // machines)]
+    if machines == 1:
+        return f"  {shlex.join(['torchrun', *each, '-m', 'burnish', *arguments])}"
+    meeting = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "HOST:PORT"]
+    words = ["torchrun", "--nnodes", str(machines), *each, *meeting, "-m", "burnish", *arguments]
+    return f"  {shlex.join(words)}\n\non each of {machines} machines, where HOST is one of them"

@@ -1,0 +1,74 @@
+"""Several processes of a command, here or on a Ray cluster; `burnish submit` and `serve`."""
+
+from __future__ import annotations
+
+import os
+from argparse import Namespace
+from collections.abc import Sequence
+from contextlib import closing
+from functools import partial
+
+from burnish.config.constraints import check
+from burnish.config.load import load_config
+from burnish.distributed.layout import Layout
+from burnish.errors import UsageError, install, refusing
+from burnish.launch.elastic import has_layout, planner_of
+from burnish.launch.local import LocalLauncher
+from burnish.launch.supervisor import Launcher, Supervisor
+
+
+def supervise(given: Namespace) -> None:
+    """Start the command on several processes, here or on a Ray cluster. Start all again when one dies."""
+    command, world = given.command, given.processes
+    if given.dry_run:
+        raise UsageError("a dry run starts no processes", do="give --devices 8xNAME instead")
+    if "RANK" in os.environ or "WORLD_SIZE" in os.environ:
+        raise UsageError(
+            "torchrun has started this process, so it cannot start the run's processes",
+            do="leave out torchrun, or --processes and --ray",
+        )
+    config = load_config(given.config, given.overrides)
+    argv = [command, *filter(None, [given.config]), *given.overrides]
+    rollout = config.rollout
+    servers = rollout.servers if command == "rl" and rollout.place == "servers" else 0
+    with closing(launcher_of(given.ray, argv, servers, rollout.tensor_parallel)) as launcher:
+        world = launcher.processes() if world is None else world
+        check(config, command, world)
+        is_possible = partial(has_layout, partial(planner_of, config, command))
+        raise SystemExit(Supervisor(launcher, config.distributed, world, is_possible).run())
+
+
+def launcher_of(
+    address: str | None, argv: Sequence[str], servers: int = 0, devices: int = 1
+) -> Launcher:
+    """Return the launcher of this machine, or of the Ray cluster at an address."""
+    if address is None:
+        return LocalLauncher(argv)
+    with refusing("Ray is not installed", do=install("ray")):
+        from burnish.launch.ray_cluster import RayLauncher
+    return RayLauncher(address, argv, servers, devices)
+
+
+def submit(given: Namespace) -> None:
+    """Submit a run to a Ray cluster as a job, and follow it."""
+    config = load_config(given.config, given.overrides)
+    check(config, given.kind, given.processes)
+    with refusing("Ray is not installed", do=install("ray")):
+        from burnish.launch import ray_jobs
+    argv = [given.kind, *filter(None, [given.config]), *given.overrides, "--ray", "auto"]
+    argv += [] if given.processes is None else ["--processes", str(given.processes)]
+    raise SystemExit(ray_jobs.submit(given.address, argv))
+
+
+def serve_run(given: Namespace) -> None:
+    """Generate completions for the run that a configuration names until ctrl-C."""
+    config = load_config(given.config, given.overrides)
+    check(config, "rl", None)
+    from burnish.distributed.device import pick_device
+    from burnish.methods.parts.serve import serve_at
+    from burnish.runs.download_inputs import local_inputs
+    from burnish.runs.setup import lay_foundation
+
+    device = pick_device(local_rank=0)
+    _, local = local_inputs(config, device, trains=False)
+    serve_at(lay_foundation(local, Layout(), device), given.host, given.port)
