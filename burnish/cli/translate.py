@@ -5,9 +5,9 @@ from __future__ import annotations
 from argparse import Namespace
 
 from burnish.cli.output import print_text
-from burnish.translate.translation import translated
+from burnish.translate.translation import translate_arguments
 
 
 def run_translate(given: Namespace) -> None:
     """Print a configuration with the meaning of another framework's arguments."""
-    print_text(translated(given.words).rstrip())
+    print_text(translate_arguments(given.words).rstrip())

@@ -13,7 +13,7 @@ from burnish.config.constraints import check
 from burnish.config.load import load_config
 from burnish.config.schema import RunConfig
 from burnish.errors import MissingError, UsageError
-from burnish.translate.translation import translated
+from burnish.translate.translation import translate_arguments
 
 VERL = r"""
 set -x
@@ -62,7 +62,7 @@ def loaded(tmp_path: Path, text: str) -> RunConfig:
 def test_a_script_of_verl(tmp_path: Path) -> None:
     script = tmp_path / "run.sh"
     script.write_text(VERL)
-    text = translated([str(script)])
+    text = translate_arguments([str(script)])
     config = loaded(tmp_path, text)
     check(config, "rl", None)
     assert (config.name, config.epochs, config.model.path) == ("my_run", 15, "Qwen/Qwen3-8B")
@@ -86,7 +86,7 @@ def test_a_script_of_verl(tmp_path: Path) -> None:
 
 
 def test_arguments_of_trls_grpo(tmp_path: Path) -> None:
-    text = translated(GRPO.split())
+    text = translate_arguments(GRPO.split())
     config = loaded(tmp_path, text)
     check(config, "rl", None)
     assert config.model.path == "Qwen/Qwen3-0.6B@v1"
@@ -103,14 +103,14 @@ def test_arguments_of_trls_grpo(tmp_path: Path) -> None:
 
 
 def test_the_upper_clip_of_trl_is_a_ratio_only_for_cispo(tmp_path: Path) -> None:
-    text = translated(
+    text = translate_arguments(
         [*GRPO.replace("cispo --epsilon_high 5.0", "grpo --epsilon_high 0.28").split()]
     )
     assert loaded(tmp_path, text).algorithm.clip_high == 0.28
 
 
 def test_a_share_of_unlimited_steps_is_left_out_and_a_beta_of_0_is_kept() -> None:
-    text = translated(
+    text = translate_arguments(
         ["--warmup_ratio", "0.1", "--max_steps", "-1", "--adam_beta1", "0", "--adam_beta2", "0.95"]
     )
     settings, _, left_out = text.partition("# Left out:")
@@ -120,14 +120,14 @@ def test_a_share_of_unlimited_steps_is_left_out_and_a_beta_of_0_is_kept() -> Non
 
 @pytest.mark.parametrize("whole", [["data.train_batch_size=64"], []])
 def test_mini_batches_that_do_not_divide_the_batch_are_left_out(whole: list[str]) -> None:
-    text = translated([*whole, "actor.ppo_mini_batch_size=48"])
+    text = translate_arguments([*whole, "actor.ppo_mini_batch_size=48"])
     settings, _, left_out = text.partition("# Left out:")
     assert "ppo_mini_batch_size=48" in left_out
     assert "minibatches" not in settings
 
 
 def test_arguments_of_trls_sft(tmp_path: Path) -> None:
-    text = translated(SFT.split())
+    text = translate_arguments(SFT.split())
     config = loaded(tmp_path, text)
     check(config, "sft", None)
     assert (config.epochs, config.batch.examples, config.data.max_length) == (3, 8, 2048)
@@ -148,7 +148,7 @@ def test_yaml(tmp_path: Path, written: str, settings: dict[str, Any]) -> None:
         [str(tmp_path / "old.yaml")],
         ["trl", "grpo", "--config", str(tmp_path / "old.yaml")],
     ):
-        config = loaded(tmp_path, translated(words))
+        config = loaded(tmp_path, translate_arguments(words))
         for name, value in settings.items():
             section, _, last = name.partition(".")
             assert getattr(getattr(config, section), last) == value
@@ -168,16 +168,57 @@ def test_yaml(tmp_path: Path, written: str, settings: dict[str, Any]) -> None:
 )
 def test_what_cannot_be_translated(words: list[str]) -> None:
     with pytest.raises(UsageError):
-        translated(words)
+        translate_arguments(words)
 
 
 def test_a_script_that_is_not_there() -> None:
     with pytest.raises(MissingError):
-        translated(["missing.sh"])
+        translate_arguments(["missing.sh"])
 
 
 def test_what_is_missing_and_what_does_not_fit_is_said(tmp_path: Path) -> None:
-    text = translated(["rollout.n=eight", "learning_rate=1e-3", "learning_rate_=2"])
+    text = translate_arguments(["rollout.n=eight", "learning_rate=1e-3", "learning_rate_=2"])
     assert "rollout.n" in text.partition("# Left out:")[2]
     assert "model.path" in text.partition("# Still to do:")[2]
     assert loaded(tmp_path, text).optim.lr == 1e-3
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        ("--model_revision v1", "model_revision"),
+        ("--dataset_config main", "dataset_config"),
+        ("--reward_weights 1 2", "reward_weights"),
+        ("--gradient_accumulation_steps 8", "gradient_accumulation_steps"),
+        ("--num_processes 4 --learning_rate 1", "num_processes"),
+        ("custom_reward_function.name=score", "custom_reward_function.name"),
+    ],
+)
+def test_a_part_of_a_setting_whose_other_part_is_missing_is_named(words: str, named: str) -> None:
+    left_out = translate_arguments(words.split()).partition("# Left out:")[2]
+    assert f"#   {named}=" in left_out
+    assert "not known here" not in left_out
+
+
+def test_the_model_of_a_critic_is_not_that_of_the_policy() -> None:
+    words = ["critic.model.path=judge", "actor_rollout_ref.model.path=policy"]
+    settings = yaml.safe_load(translate_arguments(words))
+    assert settings == {"model": {"path": "policy"}, "critic": {"path": "judge"}}
+
+
+@pytest.mark.parametrize(
+    ("words", "coefficient"),
+    [
+        ("--kl_coef 0.05", 0.05),
+        ("kl_ctrl.kl_coef=0.05", None),
+        ("algorithm.use_kl_in_reward=false algorithm.kl_ctrl.kl_coef=0.05", None),
+        ("algorithm.use_kl_in_reward=true algorithm.kl_ctrl.kl_coef=0.05", 0.05),
+        ("actor.kl_loss_coef=0.05", None),
+        ("actor.use_kl_loss=true actor.kl_loss_coef=0.05", 0.05),
+    ],
+)
+def test_a_kl_term_counts_where_its_framework_switches_it_on(
+    words: str, coefficient: float | None
+) -> None:
+    settings = yaml.safe_load(translate_arguments([*words.split(), "rollout.n=2"]))
+    assert settings.get("algorithm", {}).get("kl", {}).get("coef") == coefficient
