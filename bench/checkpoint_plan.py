@@ -15,7 +15,7 @@ import torch
 from burnish.boxes.pieces import PieceTable
 from burnish.boxes.shards import TensorSpec
 from burnish.boxes.table import BoxTable
-from burnish.checkpoint.write_plan import MAIN, DiskAssignment, WritePlan
+from burnish.checkpoint.write_plan import MAIN, WritePlan
 from burnish.distributed.device import peak_memory, reset_peak_memory, used_memory
 from burnish.distributed.layout import Layout
 
@@ -45,5 +45,5 @@ def plan(ranks: int, tensors: int) -> tuple[float, int]:
     have = tables(ranks, tensors)
     reset_peak_memory(CPU)
     before, begun = used_memory(CPU), perf_counter()
-    WritePlan.of(have, [MAIN], Layout(0, ranks), DiskAssignment.one(ranks))
+    WritePlan.of(have, [MAIN], Layout(0, ranks))
     return perf_counter() - begun, peak_memory(CPU) - before

@@ -52,7 +52,7 @@ from burnish.boxes.pieces import PieceTable, alike_tensors
 from burnish.boxes.plan import WAVE_BYTES
 from burnish.boxes.shards import Shard, TensorSpec
 from burnish.boxes.table import BoxTable, Ints
-from burnish.checkpoint.write_plan import MAIN, DiskAssignment, Outline, WriteShare
+from burnish.checkpoint.write_plan import MAIN, Outline, WriteShare
 from burnish.config.schema import RunConfig
 from burnish.data import batching
 from burnish.data.balance import by_share, inverse, share_evenly
@@ -264,11 +264,11 @@ def save(ranks: int) -> list[Result]:
 
 def plan(pipe: Connection, ranks: int) -> None:
     """Plan rank 0's section as `WritePlan.together` does, from pieces that are made here instead of gathered."""
-    roles, disks, size = [MAIN], DiskAssignment.one(ranks), prod(group_sizes(ranks)[:3])
+    size = prod(group_sizes(ranks)[:3])
     tensors = stored_tensors()
     reset_peak_memory(CPU)
     before, begun = used_memory(CPU), process_time()
-    outline = Outline.of([tensors] * ranks, roles, disks)
+    outline = Outline.of([tensors] * ranks, [MAIN])
     sections = outline.sections(ranks, size)
     wanted = outline.tensors_in(sections[0])
     outlined = process_time() - begun
@@ -281,7 +281,7 @@ def plan(pipe: Connection, ranks: int) -> None:
     have = [PieceTable(tensors, *each) for each in pickle.loads(message)]  # noqa: S301
     telling = process_time() - begun
     begun = process_time()
-    shares = outline.shares(have, sections[0], disks, range(size))
+    shares = outline.shares(have, sections[0], ranks, range(size))
     planned = process_time() - begun
     begun = process_time()
     told = [pickle.dumps(share) for share in shares]

@@ -27,7 +27,6 @@ from typing import Any, TextIO
 
 import corruption
 import crashes
-import disk_crashes
 import fuzzing
 import mirror_crashes
 from aftermath import Verdict
@@ -50,7 +49,6 @@ CAMPAIGNS = (
     "rewards",
     "generators",
     "mirror",
-    "disks",
 )
 _SLOW_SECONDS = 1.0
 _MEMORY = 256 << 20
@@ -271,21 +269,6 @@ def copy_to_mirrors(chosen: argparse.Namespace, directory: Path, progress: Progr
     return wrong
 
 
-def meet_on_mirrors(chosen: argparse.Namespace, directory: Path, progress: Progress) -> list[str]:
-    """Kill either of two machines that share no disk at every moment of bringing a step together; two empty ones go on."""
-    wrong = []
-    prepared = directory / "disks"
-    disk_crashes.prepare(prepared)
-    with progress.phase("disks", len(disk_crashes.MOMENTS)) as bar:
-        for index, (disk, moment) in enumerate(disk_crashes.MOMENTS):
-            place = directory / f"disks-{index}"
-            verdict = disk_crashes.try_moment(prepared, place, disk, moment, goes_on=True)
-            if not (verdict.struck and verdict.is_good):
-                wrong.append(f"disk {disk}, {moment}: {verdict}")
-            bar.advance()
-    return wrong
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Try everything; 1 when anything is not as it has to be."""
     arguments = argparse.ArgumentParser(description=main.__doc__)
@@ -331,10 +314,6 @@ def _campaigns(chosen: argparse.Namespace, directory: Path, progress: Progress) 
         "mirror": (
             copy_to_mirrors,
             f"{len(mirror_crashes.MOMENTS)} moments of copying to a mirror, {len(mirror_crashes.FAULTS)} faults, and {chosen.kills} kills",
-        ),
-        "disks": (
-            meet_on_mirrors,
-            f"{len(disk_crashes.MOMENTS)} moments of bringing a step of two disks together",
         ),
         "runs": (
             kill_runs,

@@ -25,7 +25,7 @@ from burnish.boxes.transfer import accelerator_of
 from burnish.checkpoint.save import Contents, Fence, Saver, SaveResult, aligned, check_new
 from burnish.distributed import host_memory
 from burnish.distributed.child_process import Companion, accompany, as_burnish_error
-from burnish.distributed.collectives import agree, gather_objects
+from burnish.distributed.collectives import agree, from_main, gather_objects
 from burnish.distributed.environment import place_of
 from burnish.distributed.host_memory import Arena
 from burnish.distributed.layout import Layout
@@ -239,7 +239,7 @@ class BackgroundSaver:
         if self._step is not None:
             raise ValueError(f"step {self._step} is still being saved")
         with agree(self._saver.layout), naming_failures(f"step {step} could not be copied"):
-            if self._saver.leads:
+            if self._saver.layout.is_main:
                 check_new(self._saver.root, step, self._saver.storage)
             staged = stage(contents, self._memory)
         self._jobs += 1
@@ -305,14 +305,14 @@ class BackgroundSaver:
             self._restart_writer()
         with agree(layout):  # wait until all failed writers have ended
             pass
-        held = False
-        with suppress(OSError):
-            held = not saver.leads or saver.holds(step)
-        committed = all(gather_objects(held, layout))
-        with agree(layout):  # no rank goes on before leaders have removed the failed save
-            if saver.leads and (left := saver.discard(step, portion=not committed)) is not None:
-                _log.error("%s", left)
-        return committed
+        committed = False
+        with agree(layout):  # no rank goes on before rank 0 has removed the failed save
+            if layout.is_main:
+                with suppress(OSError):
+                    committed = saver.holds(step)
+                if (left := saver.discard(step)) is not None:
+                    _log.error("%s", left)
+        return from_main(committed, layout)
 
     def _meeting(self) -> tuple[str, int] | None:
         layout = self._saver.layout

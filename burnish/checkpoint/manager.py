@@ -1,14 +1,15 @@
 """A run's `checkpoints/`: opened by one run at a time, saved into, resumed from.
 
-Leases show which ranks share a disk.
+All ranks need the same directory: each of them must see the lease that rank 0 takes.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import socket
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePath
@@ -28,12 +29,11 @@ from burnish.checkpoint.steps import (
     step_paths,
     verify_files,
 )
-from burnish.checkpoint.write_plan import DiskAssignment
 from burnish.config.resume import RunIdentity
 from burnish.distributed.collectives import agree, from_main, gather_objects, same_on_all_ranks
 from burnish.distributed.host_memory import Arena
 from burnish.distributed.layout import Layout
-from burnish.errors import BurnishError, CorruptError, UsageError
+from burnish.errors import BurnishError, CorruptError, UsageError, few
 from burnish.files.durable import Removals, make_dirs_durably, move_aside, naming_failures
 from burnish.files.lease import LEASE, LeaseToken, holding_lease
 from burnish.files.storage import LOCAL, LocalStorage, Source
@@ -83,9 +83,6 @@ class Destination(Protocol):
     url: str
     """URL of the copy of the run's directory."""
 
-    def lead(self, disk: int | None) -> None:
-        """Copy this rank's disk, of this number; None for the only one."""
-
     def begin(self) -> None:
         """Start copying new files and steps."""
 
@@ -105,9 +102,6 @@ class Destination(Protocol):
 
     def aside(self) -> list[str]:
         """Return the steps ever set aside."""
-
-    def meet(self, here: LocalState, *, leads: bool) -> None:
-        """Raise `UsageError` if one disk has a newer step than the copy; clear uncommitted steps. Collective."""
 
     def require_own(self, directory: RunDirectory, run: RunIdentity) -> dict[str, str]:
         """Return the copy's part of environment.json. Raises if the copy is another run's."""
@@ -152,8 +146,8 @@ Side = LocalState | Destination
 class Checkpoints:
     """The directory, held exclusively inside the block. All methods are collective.
 
-    Entering removes what a killed run left. Raises `BurnishError` if another run holds the directory, or if ranks see different
-    directories without a mirror. `background_timeout`, in seconds, gives every rank a writer process.
+    Entering removes what a killed run left. Raises `BurnishError` if another run holds the directory, and `UsageError` if ranks see
+    different directories. `background_timeout`, in seconds, gives every rank a writer process.
     """
 
     def __init__(
@@ -170,23 +164,20 @@ class Checkpoints:
         self._layout = layout
         self._storage = storage
         self._retention = retention or Retention()
-        disks = DiskAssignment.one(layout.world)
-        self._saver = Saver(root, layout, disks, self._storage, self._retention, reserve_bytes)
+        self._saver = Saver(root, layout, self._storage, self._retention, reserve_bytes)
         self._background_timeout = background_timeout
         self._background: BackgroundSaver | None = None
         self._mirror: Destination | None = None
         self._held = ExitStack()
 
     def __enter__(self) -> Self:
-        lease, layout = self._root / LEASE, self._layout
+        layout = self._layout
         try:
-            token = None
             with agree(layout):
                 if layout.is_main:
-                    token = self._take()
-            may_differ = self._retention.mirror is not None
-            disks = _find_disks(lease, token, self._take, layout, may_differ=may_differ)
-            self._saver = replace(self._saver, disks=disks)
+                    self._take()
+            is_mirrored = self._retention.mirror is not None
+            _require_shared(self._root / LEASE, self._saver.token, layout, is_mirrored=is_mirrored)
             with agree(layout), naming_failures(f"{self._root} cannot be used"):
                 if self._background_timeout is not None:
                     token = self._saver.token
@@ -199,7 +190,8 @@ class Checkpoints:
             raise
         return self
 
-    def _take(self) -> LeaseToken:
+    def _take(self) -> None:
+        """Take the lease, and remove what a killed run left. For rank 0."""
         with naming_failures(f"{self._root} cannot be used"):
             make_dirs_durably(self._storage, self._root, above=_OWN_LEVELS)
             token = self._held.enter_context(holding_lease(self._root / LEASE))
@@ -207,12 +199,6 @@ class Checkpoints:
             removals = Removals(self._root)
             clear(self._root, self._storage, removals)
             _log_failed_removals(removals.error())
-            return token
-
-    @property
-    def meets_on_mirror(self) -> bool:
-        """Whether only the mirror has whole steps."""
-        return self._saver.disks.are_several
 
     def __exit__(self, *error: object) -> None:
         self._close(_PATIENCE_SECONDS)
@@ -226,7 +212,7 @@ class Checkpoints:
         self._held.close()
 
     def save(self, step: int, contents: Contents) -> Path:
-        """Commit a step, remove those that retention drops, and return its directory or this rank's part.
+        """Commit a step, remove those that retention drops, and return its directory.
 
         An error is raised on all ranks and leaves earlier steps unchanged.
         """
@@ -259,9 +245,6 @@ class Checkpoints:
     def mirror_to(self, mirror: Destination | None) -> None:
         """Resume from this mirror too, and sync it after saves."""
         self._mirror = mirror
-        disks = self._saver.disks
-        if mirror is not None and self._saver.leads:
-            mirror.lead(disks.of_rank[self._layout.rank] if disks.are_several else None)
 
     def settle_mirror(
         self, seconds: float, stopped: Callable[[], bool], show: Callable[[float], None]
@@ -283,9 +266,6 @@ class Checkpoints:
         """
         here = LocalState(self._root, self._storage)
         sides: list[Side] = [here] if self._mirror is None else [here, self._mirror]
-        if self.meets_on_mirror and self._mirror is not None:
-            self._mirror.meet(here, leads=self._saver.leads)
-            sides = [self._mirror]
         skipped: list[str] = []
         while (found := _newest(sides, self._layout)) is not None:
             side, path = sides[found[0]], found[1]
@@ -322,58 +302,39 @@ def _log_failed_removals(error: BurnishError | None) -> None:
         _log.error("%s", error)
 
 
-def _find_disks(
-    lease: Path,
-    held: LeaseToken | None,
-    take: Callable[[], LeaseToken],
-    layout: Layout,
-    *,
-    may_differ: bool,
-) -> DiskAssignment:
-    """Find the disks on which `lease` lies. Collective. Raises `UsageError` for several unless they `may_differ`."""
+def _require_shared(
+    lease: Path, token: LeaseToken | None, layout: Layout, *, is_mirrored: bool
+) -> None:
+    """Raise `UsageError` unless all ranks see the lease of rank 0's `token`. Collective."""
+    number = from_main(None if token is None else token.number, layout)
     pauses = _PAUSES if layout.local_world == layout.world else _PAUSES_BETWEEN_MACHINES
-    main = gather_objects(held, layout)[0]
-    sees_main = main is None or _number(lease, {main.number}, pauses) is not None
-    if all(gather_objects(sees_main, layout)):
-        return DiskAssignment.one(layout.world)
+    blind_host = None if _sees(lease, number, pauses) else socket.gethostname()
+    hosts = gather_objects(blind_host, layout)
+    blind = [f"rank {rank} on {host}" for rank, host in enumerate(hosts) if host is not None]
+    if not blind:
+        return
+    do = "set output_dir to a directory on a disk that all machines share"
+    if is_mirrored:
+        do += ", and checkpoint.mirror to the URL of its copy"
     with agree(layout):
-        if not (sees_main or may_differ):
-            raise _refusal(lease, layout)
-    own, refused = held, None
-    if not sees_main:
-        try:
-            own = take()
-        except BurnishError as error:
-            refused = error
-    numbers = [None if token is None else token.number for token in gather_objects(own, layout)]
-    leaders = [rank for rank, number in enumerate(numbers) if number is not None]
-    with agree(layout):
-        found = _number(lease, {numbers[leader] for leader in leaders}, pauses)
-        if found is None:
-            raise refused or _refusal(lease, layout)
-    of_rank = [numbers.index(number) for number in gather_objects(found, layout)]
-    return DiskAssignment(tuple(leaders.index(leader) for leader in of_rank), tuple(leaders))
+        if layout.is_main:  # one rank raises it, so that it is printed once
+            raise UsageError(
+                f"{lease.parent.absolute()} is not the same directory for all ranks",
+                have=f"rank 0 on {socket.gethostname()} wrote a file there; {few(blind)} cannot see it",
+                want="one directory that every rank reads and writes",
+                do=do,
+            )
 
 
-def _refusal(lease: Path, layout: Layout) -> UsageError:
-    return UsageError(
-        f"{lease.parent} is not one directory for all ranks",
-        have=f"rank {layout.rank} does not see there what rank 0 has written",
-        want="checkpoints that all ranks share, or a mirror where disks that they do not share can meet",
-        do="set output_dir to a directory that all ranks share, or checkpoint.mirror to a URL that all reach",
-    )
-
-
-def _number(lease: Path, wanted: Collection[int | None], pauses: Sequence[float]) -> int | None:
+def _sees(lease: Path, number: int | None, pauses: Sequence[float]) -> bool:
     for pause in pauses:
         time.sleep(pause)
         for directory in reversed(lease.parents[:3]):
             with suppress(OSError):  # makes a network mount read the names again
                 os.listdir(directory)
-        number = LeaseToken(lease, 0).current()
-        if isinstance(number, int) and number in wanted:
-            return number
-    return None
+        if LeaseToken(lease, 0).current() == number:
+            return True
+    return False
 
 
 def _newest(sides: Sequence[Side], layout: Layout) -> tuple[int, PurePath] | None:

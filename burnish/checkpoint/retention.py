@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePath
 from typing import Any, Self
 
-from burnish.checkpoint.steps import TRASH, open_step, portion_paths, read_commit, step_paths
+from burnish.checkpoint.steps import TRASH, open_step, read_commit, step_paths
 from burnish.config.schema import CheckpointConfig, KeepBestConfig
 from burnish.errors import BurnishError, CorruptError, IncompatibleError, UsageError
 from burnish.files.durable import Removals, move_aside, read_whole, write_durably
@@ -166,7 +166,7 @@ class Retention:
         if self.mirror is None:
             return []
         outlived, awaited = self._outlived_and_awaited(root, storage)
-        return sorted({*portion_paths(root, storage).values(), *awaited.intersection(outlived)})
+        return sorted(awaited.intersection(outlived))
 
     def _outlived_and_awaited(
         self, root: Path, storage: LocalStorage, pins: Iterable[int] = ()

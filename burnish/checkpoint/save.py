@@ -41,19 +41,10 @@ from burnish.checkpoint.manifest import (
     sha256,
 )
 from burnish.checkpoint.retention import Retention
-from burnish.checkpoint.steps import (
-    INFLIGHT,
-    PORTION,
-    SEAL,
-    TRASH,
-    open_step,
-    portion_paths,
-    step_name,
-)
+from burnish.checkpoint.steps import INFLIGHT, TRASH, open_step, step_name
 from burnish.checkpoint.write_plan import (
     MODEL,
     RESIDUAL,
-    DiskAssignment,
     Outline,
     Span,
     WritePlan,
@@ -61,7 +52,7 @@ from burnish.checkpoint.write_plan import (
     residual,
     rounded,
 )
-from burnish.distributed.collectives import agree, from_main, gather_objects, same_on_all_ranks
+from burnish.distributed.collectives import agree, gather_objects, same_on_all_ranks
 from burnish.distributed.host_memory import Arena
 from burnish.distributed.layout import Layout
 from burnish.errors import BurnishError, CorruptError, bytes_text, few
@@ -287,7 +278,7 @@ class SaveResult:
     """A committed step."""
 
     path: Path
-    """Its directory, or that of this rank's partial checkpoint."""
+    """Its directory."""
     warning: BurnishError | None
     """Rank 0: failures to remove other steps; None without any."""
 
@@ -300,27 +291,20 @@ class Saver:
     """The run's `checkpoints/`."""
     layout: Layout
     """This process among those that save together."""
-    disks: DiskAssignment
-    """The disks that they write to."""
     storage: LocalStorage
     retention: Retention | None = None
     """Which steps stay; None: all."""
     reserve_bytes: int = 0
     """Bytes of the disk that stay free."""
     token: LeaseToken | None = None
-    """On the leader of a disk, its right to commit below `root`."""
+    """Rank 0: its right to commit below `root`."""
     _pieces: str = field(default="", init=False)
     _plan: WritePlan | None = field(default=None, init=False)
-
-    @property
-    def leads(self) -> bool:
-        """Whether this rank creates and renames on its disk."""
-        return self.layout.rank in self.disks.leaders
 
     def save(self, step: int, contents: Contents, fence: Fence = lambda: None) -> SaveResult:
         """Commit a step and remove those that retention drops. Collective, errors included.
 
-        Leaders call `fence` before the rename; its error prevents it. Raises `BurnishError` if the step exists or writing fails.
+        Rank 0 calls `fence` before the rename; its error prevents it. Raises `BurnishError` if the step exists or writing fails.
         """
         layout = self.layout
         with agree(layout):
@@ -344,9 +328,9 @@ class Saver:
         try:
             path = self._write(writer, contents, empty, fence)
         except BaseException:
-            if self.leads:
+            if layout.is_main:
                 with suppress(OSError):
-                    self._discard(f"{step:08d}.{empty.uuid}", (INFLIGHT, PORTION))
+                    self._discard(f"{step:08d}.{empty.uuid}")
             raise
         with agree(layout):
             return SaveResult(path, self.let_go() if layout.is_main else None)
@@ -358,7 +342,7 @@ class Saver:
     def plan(self, pieces: PieceTable, roles: Iterable[str], known: Sequence[str]) -> WritePlan:
         """Return the plan; the last one, if it is `known` to all ranks. Collective. Raises as `WritePlan.of` does."""
         if self._plan is None or set(known) != {self._plan.share.digest}:
-            plan = WritePlan.together(pieces, roles, self.layout, self.disks)
+            plan = WritePlan.together(pieces, roles, self.layout)
             same_on_all_ranks(plan.share.digest, "the plan of the save", self.layout)
             self._pieces, self._plan = pieces.digest(), plan
         return self._plan
@@ -368,10 +352,8 @@ class Saver:
     ) -> Path:
         layout = self.layout
         what = f"step {empty.step} could not be saved"
-        name = f"{empty.step:08d}.{empty.uuid}"
-        inflight, final, seal = self.root / f"{INFLIGHT}{name}", step_name(empty.step), COMMIT
-        if self.disks.are_several:
-            final, seal = f"{PORTION}{name}", SEAL
+        inflight = self.root / f"{INFLIGHT}{empty.step:08d}.{empty.uuid}"
+        final = self.root / step_name(empty.step)
         small: dict[str, bytes] = {}
         with (
             OpenFiles(lambda path: self.storage.open(inflight / path, write=True)) as files,
@@ -384,37 +366,30 @@ class Saver:
                     small |= {**outline.indices, **_small_files(contents)}
                     no_hashes = [()] * len(outline.files)
                     _check_manifest(replace(empty, files=_records(outline, no_hashes, small)))
-                if self.leads:
                     below = self._lay_out(inflight, empty.step, outline, small)
             for path, data in small.items():
                 syncs.begin(partial(_fill, files, path, data))
             hashes, are_finite = zip(*writer.write(files, syncs, what), strict=True)
-            sealed: dict[str, bytes] = {}
-            with agree(layout):
+            with agree(layout), naming_failures(what):
                 if layout.is_main:
                     records = _records(outline, _all_hashes(outline, hashes), small)
-                    manifest = replace(empty, files=records)
                     healthy = contents.healthy and all(are_finite)
-                    sealed = _sealed(manifest, seal, healthy=healthy)
-            if self.disks.are_several:
-                sealed = from_main(sealed, layout)
-            with agree(layout), naming_failures(what):
-                if self.leads:
+                    sealed = _sealed(replace(empty, files=records), healthy=healthy)
                     seals = {inflight / path: data for path, data in sealed.items()}
                     syncs.write_new(self.storage, seals, [inflight, *below])
                 syncs.finish()
         with agree(layout), naming_failures(what):
-            if self.leads:
-                self._commit(inflight, self.root / final, fence)
-        return self.root / final
+            if layout.is_main:
+                self._commit(inflight, final, fence)
+        return final
 
     def _lay_out(
         self, inflight: Path, step: int, outline: Outline, small: Mapping[str, bytes]
     ) -> list[Path]:
-        """Create this disk's files, and return the directories below `inflight`."""
+        """Create the files, and return the directories below `inflight`."""
         check_new(self.root, step, self.storage)
         sizes = {path: len(data) for path, data in small.items()}
-        sizes |= {f.path: f.size for f in outline.files_on(self.disks.of_rank[self.layout.rank])}
+        sizes |= {file.path: file.size for file in outline.files}
         self._require_room(step, sum(sizes.values()))
         parents = {parent for path in sizes for parent in (inflight / path).parents}
         below = sorted(each for each in parents if inflight in each.parents)
@@ -452,24 +427,22 @@ class Saver:
         )
 
     def holds(self, step: int) -> bool:
-        """Return whether this disk has its part of the step."""
-        if self.disks.are_several:
-            return step in portion_paths(self.root, self.storage).values()
+        """Return whether the step is committed."""
         with suppress(CorruptError):
             open_step(self.root / step_name(step), self.storage)
             return True
         return False
 
-    def discard(self, step: int, *, portion: bool) -> BurnishError | None:
-        """Remove a failed save; return the failures. For leaders."""
+    def discard(self, step: int) -> BurnishError | None:
+        """Remove a failed save; return the failures. For rank 0."""
         removals = Removals(self.root)
         with removals.trying():
-            self._discard(f"{step:08d}.", (INFLIGHT, PORTION) if portion else (INFLIGHT,))
+            self._discard(f"{step:08d}.")
         return removals.error()
 
-    def _discard(self, name: str, kinds: Iterable[str]) -> None:
+    def _discard(self, name: str) -> None:
         for entry in self.storage.entries(self.root):
-            if entry.name.startswith(tuple(f"{kind}{name}" for kind in kinds)):
+            if entry.name.startswith(f"{INFLIGHT}{name}"):
                 discard(self.storage, self.root / entry.name, self.root / TRASH)
 
     def let_go(self) -> BurnishError | None:
@@ -575,7 +548,7 @@ def _check_manifest(manifest: Manifest) -> None:
         )
 
 
-def _sealed(manifest: Manifest, seal: str, *, healthy: bool) -> dict[str, bytes]:
+def _sealed(manifest: Manifest, *, healthy: bool) -> dict[str, bytes]:
     encoded = manifest.encode()
     commit = Commit(
         version=__version__,
@@ -585,7 +558,7 @@ def _sealed(manifest: Manifest, seal: str, *, healthy: bool) -> dict[str, bytes]
         total_bytes=manifest.total_bytes,
         healthy=healthy,
     )
-    return {MANIFEST: encoded, seal: commit.encode()}
+    return {MANIFEST: encoded, COMMIT: commit.encode()}
 
 
 def _fill(files: OpenFiles[LocalFile], path: str, data: bytes) -> None:

@@ -34,10 +34,8 @@ from burnish.files.safetensors import SUFFIX, Header, header_size, parse_header
 from burnish.files.storage import LOCAL, LocalStorage, ReadableFile, Source
 from burnish.files.strict_json import parse_object
 
-INFLIGHT, PORTION = ".inflight-", ".portion-"
-"""Prefixes of directories: a step that is being written, and a partial checkpoint, which has one of several disks' files."""
-SEAL = "SEAL"
-"""A partial checkpoint's copy of the COMMIT that the step will have. The other name keeps it from counting as a step."""
+INFLIGHT = ".inflight-"
+"""Prefix of the directory of a step that is being written."""
 TRASH, QUARANTINE = "trash", "quarantine"
 """The directory of steps that are being removed, and that of steps that could not be resumed from."""
 
@@ -93,16 +91,6 @@ def step_paths(root: P, storage: Source) -> dict[int, P]:
         if (step := step_number(entry.name)) is not None:
             found[step] = root / entry.name
     return dict(sorted(found.items()))
-
-
-def portion_paths(root: Path, storage: LocalStorage) -> dict[Path, int]:
-    """Return the partial checkpoints with their steps, oldest first."""
-    found = {}
-    for entry in storage.entries(root):
-        step = entry.name.removeprefix(PORTION).partition(".")[0]
-        if entry.name.startswith(PORTION) and step.isdecimal():
-            found[root / entry.name] = int(step)
-    return dict(sorted(found.items(), key=lambda each: each[1]))
 
 
 def read_commit(path: PurePath, storage: Source) -> Commit:
@@ -254,10 +242,10 @@ def _state(path: PurePath, manifest: Manifest, storage: Source) -> Mapping[str, 
 
 
 def leftovers(root: Path, storage: LocalStorage) -> list[Path]:
-    """Return trash, unfinished steps and partial checkpoints. The lease's holder may use them."""
+    """Return trash and unfinished steps. The lease's holder may use them."""
     trash = [root / TRASH / entry.name for entry in storage.entries(root / TRASH)]
     names = [entry.name for entry in storage.entries(root)]
-    return trash + [root / name for name in names if name.startswith((INFLIGHT, PORTION))]
+    return trash + [root / name for name in names if name.startswith(INFLIGHT)]
 
 
 def clear(root: Path, storage: LocalStorage, removals: Removals) -> None:

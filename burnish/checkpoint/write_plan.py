@@ -104,37 +104,6 @@ def roles_in(paths: Iterable[str]) -> list[str]:
 
 
 @dataclass(frozen=True, slots=True)
-class DiskAssignment:
-    """The disk of each rank; rank 0's is the first."""
-
-    of_rank: tuple[int, ...]
-    """Which disk a rank writes to, by rank."""
-    leaders: tuple[int, ...]
-    """By disk, the rank that creates and renames directories there and holds the lease. Rank 0 leads the first disk."""
-
-    @classmethod
-    def one(cls, world: int) -> Self:
-        """Return one disk for all ranks."""
-        return cls((0,) * world, (0,))
-
-    @property
-    def are_several(self) -> bool:
-        """Whether disks divide a step."""
-        return len(self.leaders) > 1
-
-    def divide(self, sizes: Sequence[int]) -> list[int]:
-        """Return each file's disk; ranks write about equally much."""
-        writers = [self.of_rank.count(disk) for disk in range(len(self.leaders))]
-        filled = [0] * len(writers)
-        found = [0] * len(sizes)
-        for file in sorted(range(len(sizes)), key=lambda file: (-sizes[file], file)):
-            after = [(each + sizes[file]) / n for each, n in zip(filled, writers, strict=True)]
-            found[file] = after.index(min(after))
-            filled[found[file]] += sizes[file]
-        return found
-
-
-@dataclass(frozen=True, slots=True)
 class StoredTensor:
     """A tensor on disk."""
 
@@ -369,21 +338,6 @@ def owners(block: Ints, rank: Ints, size: Ints, blocks: int, world: int) -> Ints
     return np.array(found, np.int64)
 
 
-def owners_by_disk(
-    block: Ints, rank: Ints, size: Ints, disk_of_block: Ints, disk_of_rank: Ints
-) -> Ints:
-    """Return `owners` among the ranks of each block's disk."""
-    if not disk_of_rank.any():  # there is one disk
-        return owners(block, rank, size, len(disk_of_block), len(disk_of_rank))
-    found = np.empty_like(disk_of_block)
-    for disk in np.unique(disk_of_block):
-        blocks, ranks = (np.flatnonzero(of == disk) for of in (disk_of_block, disk_of_rank))
-        rows = (disk_of_block[block] == disk) & (disk_of_rank[rank] == disk)
-        within = (np.searchsorted(blocks, block[rows]), np.searchsorted(ranks, rank[rows]))
-        found[blocks] = ranks[owners(*within, size[rows], len(blocks), len(ranks))]
-    return found
-
-
 def groups_of(
     owner: Ints, size: Ints, place: Ints, travels: Bools, group_bytes: int
 ) -> tuple[Ints, Ints]:
@@ -444,25 +398,16 @@ class Outline:
     indices: Mapping[str, bytes]
     """The index files, by path."""
     block_bytes: int
-    disks: Sequence[int]
-    """The disk of each file."""
     blocks: SpanTable
 
     @classmethod
-    def of(
-        cls, tensors: Iterable[Sequence[TensorSpec]], roles: Iterable[str], disks: DiskAssignment
-    ) -> Self:
+    def of(cls, tensors: Iterable[Sequence[TensorSpec]], roles: Iterable[str]) -> Self:
         """Lay out ranks' tensors, named by key. Raises `BurnishError` if ranks disagree about a tensor."""
         stored = _stored(tensors, roles)
         block_bytes = block_bytes_for(tensor.size for tensor in stored)
         files, indices = plan_files(stored, align=min(block_bytes, BLOCK_BYTES))
-        sizes = [file.size for file in files]
-        blocks = SpanTable.blocks(sizes, block_bytes)
-        return cls(files, indices, block_bytes, disks.divide(sizes), blocks)
-
-    def files_on(self, disk: int) -> list[PlannedFile]:
-        """Return the files of a disk."""
-        return [file for file, of in zip(self.files, self.disks, strict=True) if of == disk]
+        blocks = SpanTable.blocks([file.size for file in files], block_bytes)
+        return cls(files, indices, block_bytes, blocks)
 
     def blocks_in(self, file: PlannedFile) -> int:
         """Return the number of a file's blocks."""
@@ -472,7 +417,7 @@ class Outline:
         """Divide the blocks into at most `most` sections; all ranks write equally many."""
         count, found = len(self.blocks.file), list[PlannedSection]()
         size = max(1, -(-count // (most * world))) * world
-        turns = max(1, most // max(1, -(-count // size))) if len(set(self.disks)) < 2 else 1
+        turns = max(1, most // max(1, -(-count // size)))
         turns = next(each for each in range(turns, 0, -1) if world % each == 0)
         for start in range(0, count, size):
             edges = np.linspace(start, min(start + size, count), turns + 1).astype(int).tolist()
@@ -495,10 +440,10 @@ class Outline:
         self,
         have: Sequence[PieceTable],
         section: PlannedSection,
-        disks: DiskAssignment,
+        world: int,
         ranks: Iterable[int],
     ) -> list[WriteShare]:
-        """Plan a section, and return the shares of `ranks`. Raises `MissingError` for an incomplete tensor."""
+        """Plan a section of `world` ranks' save, and return the shares of `ranks`. Raises `MissingError` for an incomplete tensor."""
         tensors = TensorIndex()
         [held] = tensors.merge(have)
         blocks, turn, turns = self.blocks.take(section.blocks), section.turn, section.turns
@@ -510,13 +455,9 @@ class Outline:
             may = holds % turns == turn
             part, holds = part[may], holds[may]
         size = cover.boxes.elements * tensors.itemsizes()[parts.pieces.dtype[cover.want]]
-        owner = turn + turns * owners_by_disk(
-            parts.span[cover.want[part]],
-            holds // turns,
-            size[part],
-            np.array(self.disks, np.int64)[blocks.file],
-            np.array(disks.of_rank)[turn::turns],
-        )
+        block = parts.span[cover.want[part]]
+        writer = owners(block, holds // turns, size[part], len(blocks.file), world // turns)
+        owner = turn + turns * writer
         spans, owner = blocks.joined(owner, _SPAN_BYTES)
         parts = Parts.of(self.files, spans, tensors)
         moves = cover.of_others(parts.pieces).moves(owner[parts.span])
@@ -551,24 +492,21 @@ class WritePlan:
     share: WriteShare
 
     @classmethod
-    def of(
-        cls, have: Sequence[PieceTable], roles: Iterable[str], layout: Layout, disks: DiskAssignment
-    ) -> Self:
+    def of(cls, have: Sequence[PieceTable], roles: Iterable[str], layout: Layout) -> Self:
         """Plan from all ranks' pieces, named by key. Raises as `Outline.of` and `Outline.shares`."""
-        outline = Outline.of((table.tensors for table in have), roles, disks)
-        [share] = outline.shares(have, PlannedSection(slice(None)), disks, [layout.rank])
+        outline = Outline.of((table.tensors for table in have), roles)
+        section = PlannedSection(slice(None))
+        [share] = outline.shares(have, section, layout.world, [layout.rank])
         return cls(outline, share)
 
     @classmethod
-    def together(
-        cls, mine: PieceTable, roles: Iterable[str], layout: Layout, disks: DiskAssignment
-    ) -> Self:
+    def together(cls, mine: PieceTable, roles: Iterable[str], layout: Layout) -> Self:
         """Plan from this rank's pieces. Collective. Raises as `of` does. In large runs, neighbouring ranks plan a section each."""
         if not layout.groups:
-            return cls.of(gather_pieces(mine, layout), roles, layout, disks)
+            return cls.of(gather_pieces(mine, layout), roles, layout)
         tensors = gather_tensors(mine, layout)
         with agree(layout):
-            outline = Outline.of(tensors, roles, disks)
+            outline = Outline.of(tensors, roles)
         dims, size = _planners(layout)
         sections = outline.sections(layout.world, size)
         number, own = layout.rank % size, PlannedSection(slice(0))
@@ -579,7 +517,8 @@ class WritePlan:
         with agree(layout):
             if number < len(sections):
                 first = layout.rank - number
-                planned = outline.shares(have, own, disks, range(first, first + size))
+                ranks = range(first, first + size)
+                planned = outline.shares(have, own, layout.world, ranks)
                 # As bytes, so that each rank unpickles only its own share.
                 shares = [pickle.dumps(share) for share in planned]
         sent = gather_within(shares, layout.groups[:dims])

@@ -16,7 +16,6 @@ from burnish.checkpoint.destinations.remote_steps import RemotePath, RemoteSteps
 from burnish.checkpoint.retention import Retention, holding_pins, read_pins
 from burnish.checkpoint.steps import (
     INFLIGHT,
-    PORTION,
     QUARANTINE,
     TRASH,
     CommittedStep,
@@ -167,7 +166,7 @@ def _beside(root: PurePath, source: Source) -> dict[str, list[str]]:
         directory: [entry.name for entry in source.entries(root / directory)]
         for directory in ("", QUARANTINE, TRASH)
     }
-    unfinished = [name for name in names.pop("") if name.startswith((INFLIGHT, PORTION))]
+    unfinished = [name for name in names.pop("") if name.startswith(INFLIGHT)]
     return {"unfinished": unfinished, **names}
 
 

@@ -534,7 +534,7 @@ class CheckpointConfig(Section):
     reserve_gb: float = Field(0.1, ge=0)
     """Disk space, in GB, that must stay free after a save."""
     mirror: str | None = None
-    """A URL: hdfs://, s3://, gs:// or file://. The run's directory is copied to URL/NAME after every save, while training continues. Resuming looks there as well. A step is deleted from the disk only after it has been copied. Machines that share no disk need it: their parts of a step meet there."""
+    """A URL: hdfs://, s3://, gs:// or file://. The run's directory is copied to URL/NAME after every save, while training continues. Resuming looks there as well. A step is deleted from the disk only after it has been copied."""
     mirror_keep_last: int = Field(0, ge=0)
     """Number of newest steps to keep on the mirror, besides those that keep_every, keep_best and pins keep. 0: all steps."""
     mirror_patience_seconds: float = Field(1800.0, ge=0)
@@ -610,7 +610,7 @@ class RunConfig(Section):
     name: MayChange[str | None] = None
     """Name of the run's directory. Default: the model's name and -rl, or -sft if there is no reward."""
     output_dir: MayChange[str] = "runs"
-    """Directory of the run directories. A URL: they are in runs/ and are copied to the URL, as with checkpoint.mirror."""
+    """Directory of the run directories. All machines of a run must share it. A URL: they are in runs/ and are copied to the URL, as with checkpoint.mirror."""
     seed: int = Field(0, ge=0)
     """All randomness derives from it."""
     steps: MayChange[int | None] = Field(None, ge=1)

@@ -178,7 +178,7 @@ class Run:
             if self.state.step:
                 self._save()
             self._notify(lambda each: each.report("failed"))
-            self._settle_mirror(self._patience)
+            self._settle_mirror(_GRACE_SECONDS)
             raise
         except Exception:
             if self.state.step < self._total_steps:
@@ -460,41 +460,21 @@ class Run:
             what = "adapter" if self._learners[MAIN].foundation.adapter else "model"
             log.info("done: the %s is %s", what, root / name / "model")
         if left is not None and session.mirror is not None:
-            again = f"keep {session.directory.root}; the same command again copies the rest"
-            if session.checkpoints.meets_on_mirror:
-                again = "start the same command again: it continues from the newest step there"
             raise BurnishError(
-                f"the run is done, but {session.mirror.url} lacks a part of it", have=left, do=again
+                f"the run is done, but {session.mirror.url} lacks a part of it",
+                have=left,
+                do=f"keep {session.directory.root}; the same command again copies the rest",
             )
-
-    @property
-    def _patience(self) -> float:
-        """Seconds to wait for the mirror before a run ends early; longer if it alone has the newest step whole."""
-        session = self._session
-        if session.mirror is not None and session.checkpoints.meets_on_mirror:
-            return self._config.checkpoint.mirror_patience_seconds
-        return _GRACE_SECONDS
 
     def _stopped(self, request: StopRequested) -> StoppedError:
         self._save()
         self._notify(lambda each: each.report("stopped"))
-        session, step = self._session, self.state.step
-        place, patience = str(session.directory.root), self._patience
-        meets = session.checkpoints.meets_on_mirror and session.mirror is not None
-        if session.mirror is not None and meets:
-            place = session.mirror.url
-            if self._layout.is_main:
-                log.warning(
-                    "waiting at most %.0f seconds for %s, the only place where step %d is committed; a second signal ends the run without it",
-                    patience,
-                    place,
-                    step,
-                )
-        left = self._settle_mirror(patience)
-        said = f"step {step} is committed in {place}; the same command continues from there"
-        if meets and left is not None:
-            said = f"STEP {step} IS NOT COMMITTED; the same command continues from an older one. {left}"
-        return StoppedError(f"{request}: {said}", signal_number=request.signal_number)
+        self._settle_mirror(_GRACE_SECONDS)
+        said = f"step {self.state.step} is committed in {self._session.directory.root}"
+        return StoppedError(
+            f"{request}: {said}; the same command continues from there",
+            signal_number=request.signal_number,
+        )
 
     def _report_failure(self) -> None:
         if self._observers is not None:

@@ -214,22 +214,45 @@ class Unmovable(LocalStorage):
         super().rename(source, target)
 
 
-def enter_on_own_disk(layout, root):
-    """As where every machine has a directory of this name to itself."""
-    own = Path(root) / str(layout.rank)
-    save_once(own, 1)  # of an earlier run, which was here as well
-    try:
-        with Checkpoints(own, layout):
-            return "entered"
-    except UsageError as error:
-        return str(error)
+def enter(layout, roots):
+    """Enter with and without a mirror; return whether rank 0 prints each error, and its text."""
+    found = []
+    for mirror in (None, "s3://bucket/run"):
+        checkpoints = Checkpoints(
+            Path(roots[layout.rank]), layout, retention=Retention(1, mirror=mirror)
+        )
+        try:
+            with checkpoints:
+                found.append((False, "entered"))
+        except UsageError as error:
+            found.append((error.printed_by_main, str(error)))
+    return found
 
 
-def test_disks_that_ranks_do_not_share_are_refused_at_once(tmp_path):
-    first, second = run_ranks(enter_on_own_disk, 2, str(tmp_path))
-    for said in (first, second):
-        assert "rank 1" in said
-        assert "output_dir" in said
+@pytest.mark.parametrize("places", ["abbb", "aaba"])
+def test_disks_that_ranks_do_not_share_are_refused_at_once(tmp_path, places):
+    roots = [tmp_path / place for place in places]
+    for root in set(roots):
+        save_once(root, 1)  # of an earlier run, which was here as well
+    by_rank = run_ranks(enter, 4, [str(root) for root in roots])
+    for rank, found in enumerate(by_rank):
+        for printed_by_main, said in found:
+            assert printed_by_main == (rank > 0)  # one rank says it
+            assert f"{roots[0]} is not the same directory" in said
+            for other, place in enumerate(places):
+                assert (f"rank {other} on " in said.replace("rank 0 on ", "")) == (place != "a")
+            assert "output_dir" in said
+        assert ["checkpoint.mirror" in said for _, said in found] == [False, True]
+    assert [each.name for root in set(roots) for each in root.glob("step-*")] == [
+        "step-00000001"
+    ] * 2
+
+
+def test_ranks_that_share_a_directory_by_two_names_enter(tmp_path):
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").symlink_to("a")
+    roots = [str(tmp_path / place) for place in "ab"]
+    assert run_ranks(enter, 2, roots) == [[(False, "entered")] * 2] * 2
 
 
 def test_one_step_that_cannot_go_keeps_no_other(tmp_path, caplog):

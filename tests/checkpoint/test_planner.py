@@ -16,7 +16,7 @@ from burnish.checkpoint import write_plan as planning
 from burnish.checkpoint.manager import Checkpoints
 from burnish.checkpoint.retention import Retention
 from burnish.checkpoint.save import Saver
-from burnish.checkpoint.write_plan import DiskAssignment, Outline
+from burnish.checkpoint.write_plan import Outline
 from burnish.distributed.layout import Layout
 from burnish.errors import BurnishError
 from burnish.files.storage import LocalStorage
@@ -27,8 +27,7 @@ def pieces(*names, dtype=torch.float32):
 
 
 def planner(layout=None):
-    layout = layout or Layout()
-    return Saver(Path("unused"), layout, DiskAssignment.one(layout.world), LocalStorage())
+    return Saver(Path("unused"), layout or Layout(), LocalStorage())
 
 
 def test_the_same_pieces_have_the_same_plan():
@@ -67,14 +66,13 @@ def test_sections_have_every_block_once_and_all_ranks_write_equally_many(most):
         )
         for rank in range(world)
     ]
-    disks = DiskAssignment.one(world)
-    outline = Outline.of([table.tensors for table in have], [""], disks)
+    outline = Outline.of([table.tensors for table in have], [""])
     sections, count = outline.sections(world, most), len(outline.blocks.file)
     assert len({(each.turn, each.turns) for each in sections}) == {1: 1, 2: 1, 512: 4}[most]
     blocks: list[list[int]] = [[] for _ in range(world)]
     for section in sections:
         assert outline.tensors_in(section) <= {"exp_avg/a", "exp_avg/b", "exp_avg/c"}
-        for rank, share in enumerate(outline.shares(have, section, disks, range(world))):
+        for rank, share in enumerate(outline.shares(have, section, world, range(world))):
             size = outline.block_bytes
             for span in (span for group in share.spans for span in group):
                 blocks[rank] += range(span.start // size, -(-span.stop // size))

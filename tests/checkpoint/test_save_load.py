@@ -31,7 +31,7 @@ from burnish.checkpoint import write_plan as planning
 from burnish.checkpoint.load import CheckpointSource
 from burnish.checkpoint.manager import Checkpoints
 from burnish.checkpoint.steps import newest, open_step, verify
-from burnish.checkpoint.write_plan import MAIN, DiskAssignment, WritePlan
+from burnish.checkpoint.write_plan import MAIN, WritePlan
 from burnish.distributed.layout import Layout
 from burnish.distributed.processes import in_groups
 from burnish.errors import BurnishError, CorruptError, IncompatibleError, MissingError
@@ -55,16 +55,15 @@ def save_in_sections(layout, root):
         (shard.spec._replace(name=f"model/{shard.spec.name}"), shard.box)
         for shard in shards_of(weights, layout)
     )
-    disks = DiskAssignment.one(layout.world)
-    plan = WritePlan.together(pieces, [MAIN], layout, disks)
-    at_once = WritePlan.together(pieces, [MAIN], replace(layout, groups=()), disks)
+    plan = WritePlan.together(pieces, [MAIN], layout)
+    at_once = WritePlan.together(pieces, [MAIN], replace(layout, groups=()))
     parts = (number for moves in plan.share.moves for number in moves.own)
     assert all(move.want in plan.share.places for move in parts)
     some = replace(
         pieces, tensors=(*pieces.tensors[:-1], pieces.tensors[-1]._replace(name="model/x"))
     )
     with pytest.raises(MissingError):
-        WritePlan.together(some if layout.rank == 3 else pieces, [MAIN], layout, disks)
+        WritePlan.together(some if layout.rank == 3 else pieces, [MAIN], layout)
     written = [
         sum(
             -(-(span.stop - span.start) // each.outline.block_bytes)

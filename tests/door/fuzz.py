@@ -42,7 +42,7 @@ _READERS = [
     *([name] for name in ("plan", "eval", "chat", "runs")),
 ]
 """Commands that write nothing."""
-_PARTIAL = re.compile(r"(^|/)\.(inflight|portion)-|\.[0-9a-f]{32}$")
+_PARTIAL = re.compile(r"(^|/)\.inflight-|\.[0-9a-f]{32}$")
 """Names of what is being written."""
 
 

@@ -1,1 +1,1 @@
-"""Mirrors and machines that share no disk."""
+"""Mirrors: copies of a run behind a URL."""

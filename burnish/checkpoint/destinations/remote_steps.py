@@ -17,9 +17,6 @@ from burnish.files.urls import Url
 DAMAGED = "DAMAGED"
 """The file that replaces COMMIT in a step that could not be resumed from. It says why."""
 
-PORTIONS = "portions"
-"""The directory of markers, beside the steps. Each marker names the files of a step that one of several disks has sent."""
-
 _NO_HOST = "*"
 """Stands for the host of a URL without one. No host has this name."""
 _READS_AT_ONCE = 8
@@ -120,17 +117,12 @@ class RemoteSteps:
         return sorted(head for head in heads if f"{head}/{COMMIT}" not in sizes)
 
     def unfinished(self) -> list[str]:
-        """Return the names of other steps without COMMIT, and of the markers' directory."""
+        """Return the names of other steps without COMMIT."""
         sizes = self._sizes("")
         heads = {name.partition("/")[0] for name in sizes if "/" in name}
         left = {head for head in heads if step_number(head) is not None}
         left -= {head for head in left if f"{head}/{COMMIT}" in sizes}
-        return sorted(left - {*self.damaged()} | heads & {PORTIONS})
-
-    def marked(self) -> set[str]:
-        """Return the uuids of steps with a marker."""
-        markers = [name for name in self._sizes("") if name.startswith(f"{PORTIONS}/")]
-        return {name.rpartition("/")[2].partition(".")[0] for name in markers}
+        return sorted(left - {*self.damaged()})
 
     def clear(self, check: Callable[[], None]) -> None:
         """Remove unfinished steps while nobody sends, each after `check`. Looks up each COMMIT: stores may list late."""

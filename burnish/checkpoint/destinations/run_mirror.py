@@ -1,4 +1,4 @@
-"""A run's mirror on one rank: resume from it, and sync it in a process beside each disk's leader.
+"""A run's mirror on one rank: resume from it, and sync it in a process beside rank 0.
 
 A failed sync is retried after the next save and at the end. After a hung write the process ends, so that the write cannot
 happen late.
@@ -20,24 +20,22 @@ from burnish.checkpoint.destinations.mirror import (
     ENVIRONMENT,
     ENVIRONMENT_LIMIT,
     KEPT,
-    NUDGE,
     SYNC,
     Mirror,
     Synced,
 )
 from burnish.checkpoint.destinations.remote_steps import DAMAGED
-from burnish.checkpoint.manager import Destination, LocalState
+from burnish.checkpoint.manager import Destination
 from burnish.checkpoint.retention import PINS, PINS_LIMIT, Retention
 from burnish.checkpoint.steps import step_paths
 from burnish.config.document import recorded
 from burnish.config.resume import RunIdentity
 from burnish.config.schema import CheckpointConfig
 from burnish.distributed.child_process import Companion
-from burnish.distributed.collectives import agree, any_rank, from_main, gather_objects
+from burnish.distributed.collectives import agree, any_rank, from_main
 from burnish.distributed.layout import Layout
-from burnish.errors import BurnishError, CorruptError, IncompatibleError, MissingError, UsageError
+from burnish.errors import BurnishError, CorruptError, IncompatibleError, MissingError
 from burnish.files.backends import RemoteFile
-from burnish.files.durable import naming_failures
 from burnish.files.remote import Remote, RetryPolicy
 from burnish.files.strict_json import parse_object
 from burnish.tracking.logs import rotated
@@ -61,7 +59,7 @@ def open_mirror(
     with agree(layout):
         remote = Remote(url)
         remote.connect()
-    start = gather_objects(uuid.uuid4().hex, layout)[0]
+    start = from_main(uuid.uuid4().hex, layout)
     mirror = Mirror(directory, remote, Retention.of_mirror(settings), start)
     return RunMirror(mirror, layout, _policy(settings.mirror_patience_seconds))
 
@@ -88,7 +86,6 @@ class RunMirror:
         self.root = self.source.root
         self._mirror = mirror
         self._layout = layout
-        self._leads = False
         self._part = 0.0
         self._error: BurnishError | None = None
         self._process: Companion | None = None
@@ -109,61 +106,15 @@ class RunMirror:
         """Return the files with the reasons."""
         return [str(self.root / name / DAMAGED) for name in self.source.damaged()]
 
-    def lead(self, disk: int | None) -> None:
-        """See `Destination`."""
-        self._leads = True
-        self._mirror = replace(self._mirror, disk=disk)
-
-    def meet(self, here: LocalState, *, leads: bool) -> None:
-        """See `Destination`."""
-        found, layout = -1, self._layout
-        with agree(layout), naming_failures(f"{self.root} cannot be read"):
-            if leads:
-                self._require_seen()
-            if layout.is_main:
-                found = max(self.paths(), default=-1)
-        newest = from_main(found, layout)
-        with agree(layout), naming_failures(f"{here.root} cannot be read"):
-            paths = here.paths() if leads else {}
-            if paths and max(paths) > newest:
-                raise UsageError(
-                    f"{paths[max(paths)]} is on a disk that not all ranks share, and not on {self.root}",
-                    have=f"step {newest} as the newest there" if newest >= 0 else "no step there",
-                    want="all steps where the disks meet",
-                    do="start the command on that machine alone until the mirror has the step, or move the step away",
-                )
-        with agree(layout):
-            if layout.is_main:
-                self.source.clear(self._mirror.check)
-                if self._mirror.remote.may_change_late:
-                    raise BurnishError(
-                        f"a removal from {self.url} hangs, and could remove files that are sent later",
-                        want="a service that answers",
-                        do="start the same command again",
-                    )
-
-    def _require_seen(self) -> None:
-        try:
-            self._mirror.check()
-        except IncompatibleError as error:
-            raise UsageError(
-                f"{self.root} is not one place for all ranks",
-                have=f"rank {self._layout.rank} finds {error.have}",
-                want=error.want,
-                do="set checkpoint.mirror to a URL that is the same place for all machines",
-            ) from error
-
     def begin(self) -> None:
         """Ask for a sync, or for another after the present one."""
-        if not self._leads:
+        if not self._layout.is_main:
             return
         self.hear()
-        process = self._process
         if self._busy:
-            if process is not None and not self._again:
-                process.send(NUDGE)
             self._again = True
             return
+        process = self._process
         if process is None or not process.is_alive():
             self.close()
             what = "the process that copies to the mirror"
@@ -219,25 +170,23 @@ class RunMirror:
         deadline = time.monotonic() + seconds
         self.begin()
         while True:
-            done = not self.hear(_LOOK_SECONDS)
+            is_done = not self.hear(_LOOK_SECONDS)
             show(self._part)
-            states = gather_objects((done, self._error), self._layout)
-            failed = [error for done, error in states if done and error is not None]
-            lasting = [error for error in failed if type(error) is not BurnishError]
-            if lasting or (not failed and all(done for done, _ in states)):
-                return next(iter(lasting), None)  # another try would fail as well
+            is_done, error = from_main((is_done, self._error), self._layout)
+            is_lasting = error is not None and type(error) is not BurnishError
+            if is_done and (error is None or is_lasting):  # another try would fail as well
+                return error
             if any_rank(stopped() or time.monotonic() > deadline, self._layout):
                 break
-            if failed:
+            if is_done:
                 time.sleep(max(0.0, min(_PAUSE_SECONDS, deadline - time.monotonic())))
                 self.begin()
-        left = BurnishError(
+        return error or BurnishError(
             f"the run no longer waits for {self.url}",
             have="a copy that is still under way",
             want=f"one that is done within {seconds:.0f} seconds, and before a signal",
             do="start the same command again, or set checkpoint.mirror_patience_seconds higher",
         )
-        return next((error for _, error in states if error is not None), left)
 
     def require_own(self, directory: RunDirectory, run: RunIdentity) -> dict[str, str]:
         """See `Destination`. Raises `IncompatibleError` for another run's mirror, `UsageError` for steps that `resume` forbids."""

@@ -20,7 +20,7 @@ from burnish.checkpoint.manifest import IMPORTED
 from burnish.checkpoint.save import Contents, ModelContents, Saver, check_new
 from burnish.checkpoint.steps import INFLIGHT
 from burnish.checkpoint.tools.assets import CONFIG, read_assets, require_outside_steps, with_dtype
-from burnish.checkpoint.write_plan import MAIN, DiskAssignment
+from burnish.checkpoint.write_plan import MAIN
 from burnish.distributed.layout import Layout
 from burnish.errors import MissingError, few
 from burnish.files.durable import make_dirs_durably, naming_failures
@@ -101,7 +101,7 @@ def save_foreign(foreign: ForeignCheckpoint, root: Path, step: int) -> Path:
             weights = foreign.weights(scratch)
         finally:
             LOCAL.remove(scratch)  # the mappings keep the files' content alive
-        saver = Saver(root, Layout(), DiskAssignment.one(1), LOCAL, token=token)
+        saver = Saver(root, Layout(), LOCAL, token=token)
         return saver.save(step, _contents(foreign, weights, step)).path
 
 

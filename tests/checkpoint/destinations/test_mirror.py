@@ -185,7 +185,6 @@ def test_what_is_damaged_here_does_not_get_there_and_keeps_no_other_back(mirror)
 
 def test_data_without_commit_is_not_listed_and_is_cleared(mirror):
     mirror.remote.put("checkpoints/step-00000007/model/config.json", b"{}")
-    mirror.remote.put("checkpoints/portions/step-00000007/uuid.1", b"{}")
     mirror.remote.put("checkpoints/notes/why.txt", b"by hand")
     steps = mirror.steps()
     assert committed(steps.root, steps) == []

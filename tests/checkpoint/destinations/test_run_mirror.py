@@ -42,7 +42,6 @@ def test_a_write_that_hung_does_not_come_late(s3_server, tmp_path, caplog):
     (tmp_path / "checkpoints").mkdir()
     metrics = tmp_path / "metrics.jsonl"
     mirror = RunMirror(Mirror(tmp_path, remote, None, "this"), Layout())
-    mirror.lead(None)
     try:
         mirror.begin()
         assert settled(mirror) is None  # what libraries take to load is taken here
