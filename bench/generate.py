@@ -23,7 +23,6 @@ from burnish.distributed.layout import Layout
 from burnish.models.names import model_shards
 from burnish.records import Request
 from burnish.rollout.base import Sampling
-from burnish.rollout.builtin.forward import InferenceModel
 from burnish.rollout.builtin.generator import BuiltinGenerator
 
 PROMPTS, SAMPLES, PROMPT_LENGTH, VOCAB = 16, 8, 24, 4096
@@ -62,8 +61,10 @@ class Sides:
         rng = np.random.default_rng(0)
         self.prompts = rng.integers(100, VOCAB, size=(PROMPTS, PROMPT_LENGTH))
         self.generator = BuiltinGenerator(
-            InferenceModel(model.config, device=model.device, dtype=torch.bfloat16),
+            model.config,
             layout=Layout(),
+            device=model.device,
+            dtype=torch.bfloat16,
             slots=slots,
             eos_token_ids=eos,
         )

@@ -48,7 +48,6 @@ from burnish.records import StopReason
 from burnish.rewards.overview import RewardFailures
 from burnish.rewards.pool import RewardPool
 from burnish.rollout.base import Sampling, Watch
-from burnish.rollout.builtin.forward import InferenceModel
 from burnish.rollout.builtin.generator import BuiltinGenerator, SlotSequence
 from burnish.rollout.running import StopRule
 from burnish.runs.setup import lay_foundation, make_engine, prompt_dataset
@@ -109,8 +108,10 @@ class Ours:
         self.engine = make_engine(foundation, config.optim)
         self.engine.load(foundation.source, Part.WEIGHTS)
         generator = GivenLengths(
-            InferenceModel(foundation.hf_config, device=device, dtype=torch.bfloat16),
+            foundation.hf_config,
             layout=layout,
+            device=device,
+            dtype=torch.bfloat16,
             slots=MOST_SLOTS,
             eos_token_ids=foundation.eos_token_ids,
         )

@@ -59,7 +59,6 @@ from burnish.models.meta_init import count_flops
 from burnish.models.value_head import value_config
 from burnish.records import Batch, Example, Request
 from burnish.rollout.base import Sampling
-from burnish.rollout.builtin.forward import InferenceModel
 from burnish.rollout.builtin.generator import BuiltinGenerator
 
 TABLE = Path(__file__).parents[1] / "tests/plan/measured.json"
@@ -97,12 +96,13 @@ class Subject:
                     away.append(self._critic)
                 dtype = torch.bfloat16 if config.engine.precision == "bf16" else torch.float32
                 self._generator = BuiltinGenerator(
-                    InferenceModel(
-                        self._hf, device=CPU, dtype=dtype, lora=config.model.adapter_beside
-                    ),
+                    self._hf,
                     layout=layout,
+                    device=CPU,
+                    dtype=dtype,
                     slots=256,
                     eos_token_ids=(),
+                    lora=config.model.adapter_beside,
                 )
                 self._publish()
         self._away = away if config.engine.offload_during_rollout else []

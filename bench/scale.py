@@ -433,10 +433,8 @@ def exchange(pipe: Connection, ranks: int) -> None:
     seconds = dict[str, float]()
     flops = ModelFlops(per_token=1e5, attention={None: 1})
     dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
-    engine, advantage = (
-        SimpleNamespace(layout=Layout(0, ranks)),
-        load_advantage(config.algorithm.advantage),
-    )
+    engine: Any = SimpleNamespace(layout=Layout(0, ranks))
+    advantage = load_advantage(config.algorithm.advantage)
     update = PolicyUpdate(engine, None, None, flops, config, advantage)
     keep_freed_pages()  # as a rank does
     reset_peak_memory(CPU)

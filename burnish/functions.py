@@ -153,6 +153,11 @@ def _import_file(name: str, setting: str) -> ModuleType:
             do=did_you_mean(path.name, [file.name for file in path.parent.glob("*.py")])
             or f"correct {setting}",
         )
+    # A second setting, or a second model, gets the same class: the file runs again only after a change.
+    content = xxhash.xxh3_128_hexdigest(path.read_bytes())
+    known = getattr(sys.modules.get(module_name), "__spec__", None)
+    if known and (known.origin, known.loader_state) == (spec.origin, content):
+        return sys.modules[module_name]
     folder = str(path.parent.absolute())
     if folder not in sys.path:
         sys.path.append(folder)  # for modules beside it; installed ones come first
@@ -160,6 +165,7 @@ def _import_file(name: str, setting: str) -> ModuleType:
     sys.modules[module_name] = module  # dataclasses and pickle look a class's module up there
     with _importing(name, setting):
         spec.loader.exec_module(module)
+    spec.loader_state = content
     return module
 
 

@@ -19,10 +19,8 @@ from burnish.engines.base import Engine
 from burnish.models.meta_init import count_flops
 from burnish.models.names import model_shards
 from burnish.records import Completion, Example, Request
-from burnish.rollout.base import Sampling
-from burnish.rollout.builtin.forward import InferenceModel
+from burnish.rollout.base import Decode, Sampling
 from burnish.rollout.builtin.generator import BuiltinGenerator
-from burnish.rollout.running import Decode
 
 CPU = torch.device("cpu")
 DRAWN = Sampling(12, temperature=0.7, top_p=0.9)
@@ -41,8 +39,9 @@ def make_generator(
     """Without weights; `lora` is held beside the model where that says so."""
     beside = lora if lora is not None and lora.publish == "adapter" else None
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
-    model = InferenceModel(config, device=device, dtype=dtype, lora=beside)
-    return BuiltinGenerator(model, layout=layout, slots=4, eos_token_ids=eos)
+    return BuiltinGenerator(
+        config, layout=layout, device=device, dtype=dtype, slots=4, eos_token_ids=eos, lora=beside
+    )
 
 
 def builtin(
@@ -55,9 +54,14 @@ def builtin(
     decode: Decode | None = None,
 ) -> BuiltinGenerator:
     """With the weights of a model."""
-    inference = InferenceModel(model.config, device=CPU, dtype=dtype)
     generator = BuiltinGenerator(
-        inference, layout=Layout(), slots=slots, eos_token_ids=eos, decode=decode
+        model.config,
+        layout=Layout(),
+        device=CPU,
+        dtype=dtype,
+        slots=slots,
+        eos_token_ids=eos,
+        decode=decode,
     )
     generator.load_weights(Publication(model_shards(model)), version)
     return generator

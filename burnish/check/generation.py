@@ -24,7 +24,6 @@ from burnish.distributed.layout import Layout
 from burnish.models.names import model_shards
 from burnish.records import Completion, Request, TokenIds
 from burnish.rollout.base import Sampling
-from burnish.rollout.builtin.forward import InferenceModel
 from burnish.rollout.builtin.generator import BuiltinGenerator
 from burnish.rollout.builtin.sampling import stream_key, uniforms
 
@@ -39,11 +38,17 @@ def made_generator(
     given: Material, device: torch.device, dtype: torch.dtype
 ) -> tuple[BuiltinGenerator, nn.Module]:
     """Return a generator with the material's weights, and its model."""
-    model = InferenceModel(given.hf_config, device=device, dtype=dtype)
-    generator = BuiltinGenerator(model, layout=Layout(), slots=_SLOTS, eos_token_ids=())
+    generator = BuiltinGenerator(
+        given.hf_config,
+        layout=Layout(),
+        device=device,
+        dtype=dtype,
+        slots=_SLOTS,
+        eos_token_ids=(),
+    )
     source, _ = packed_model(replace(given, lora=None), device)
     generator.load_weights(Publication(model_shards(source)), version=0)
-    return generator, model.module
+    return generator, generator.module
 
 
 def drawn(

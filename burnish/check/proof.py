@@ -17,6 +17,8 @@ from burnish.config.schema import EngineConfig, LoraConfig
 from burnish.distributed.collectives import gather_objects
 from burnish.distributed.layout import Layout
 from burnish.engines.base import Engine
+from burnish.extend import ENGINES
+from burnish.functions import fingerprint
 from burnish.rollout.base import Sampling
 
 GREEDY = Sampling(8, temperature=0.0)
@@ -90,9 +92,11 @@ def prove_layout(
     """Prove one step at the layout of `engine`, in its groups. Collective. Raises as `prove` does."""
     layout = engine.layout
     own = config.model_copy(update=PLAIN).model_dump(mode="json")
-    place = proof_place(
-        hf_config, device, [own, layout.world, lora and lora.model_dump(mode="json")]
-    )
+    covered = [own, layout.world, lora and lora.model_dump(mode="json")]
+    if config.kind not in ENGINES.builtins:
+        code = ENGINES.target(config.kind, "engine.kind")
+        covered.append(fingerprint(code, "engine.kind"))
+    place = proof_place(hf_config, device, covered)
     if all(gather_objects(place.is_file(), layout)):
         return
     begun = perf_counter()

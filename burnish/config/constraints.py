@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 from burnish.config.document import one_line
 from burnish.config.schema import EngineConfig, ModelConfig, RunConfig, Section, is_remote
 from burnish.errors import BurnishError, UsageError, count_text, together
+from burnish.extend import ENGINES, GENERATORS, TRACKERS, Table
 
 Command = Literal["sft", "rl", "eval"]
 """Which command a configuration is for."""
@@ -36,24 +37,33 @@ _Constraint = tuple[str, str, str]
 """If the first condition holds, the second must hold; the third text says why.
 
 A condition is `SETTING=VALUE|VALUE`, or `SETTING`, which holds if the setting (or one in the section) differs from its default.
-An empty condition never holds.
+An empty condition never holds. FILE:NAME stands for every function or class that is not built in.
 """
+_TABLES: Mapping[str, Table[Any]] = {
+    "engine.kind": ENGINES,
+    "rollout.engine": GENERATORS,
+    "tracking.trackers": TRACKERS,
+}
+"""The settings that name extensions."""
 _NOT_SELECTIVE = "engine.activation_checkpointing=none|full"
 _UNGROUPED = "algorithm.advantage=reinforce_plus_plus|remax|gae|FILE:NAME"
+_TORCH = "engine.kind=torch|FILE:NAME"
+_MEGATRON = "engine.kind=megatron|FILE:NAME"
+"""What another engine lacks is not known here, so it is not refused."""
 _OF_ENGINE: Sequence[_Constraint] = (
-    ("model.lora", "engine.kind=torch", ""),
-    ("optim.kind=muon", "engine.kind=torch", ""),
-    ("engine.replicas", "engine.kind=torch", ""),
-    ("engine.reshard_after_forward", "engine.kind=torch", ""),
-    ("engine.reduce_each_microbatch", "engine.kind=torch", ""),
-    ("engine.activation_offload", "engine.kind=torch", ""),
-    ("engine.compile", "engine.kind=torch", ""),
-    ("engine.megatron_sequence_parallel", "engine.kind=megatron", ""),
-    ("engine.pipeline_parallel", "engine.kind=megatron", ""),
-    ("engine.virtual_stages", "engine.kind=megatron", ""),
-    ("engine.expert_parallel", "engine.kind=megatron", ""),
-    ("engine.expert_tensor_parallel", "engine.kind=megatron", ""),
-    ("engine.layers", "engine.kind=megatron", ""),
+    ("model.lora", _TORCH, ""),
+    ("optim.kind=muon", _TORCH, ""),
+    ("engine.replicas", _TORCH, ""),
+    ("engine.reshard_after_forward", _TORCH, ""),
+    ("engine.reduce_each_microbatch", _TORCH, ""),
+    ("engine.activation_offload", _TORCH, ""),
+    ("engine.compile", _TORCH, ""),
+    ("engine.megatron_sequence_parallel", _MEGATRON, ""),
+    ("engine.pipeline_parallel", _MEGATRON, ""),
+    ("engine.virtual_stages", _MEGATRON, ""),
+    ("engine.expert_parallel", _MEGATRON, ""),
+    ("engine.expert_tensor_parallel", _MEGATRON, ""),
+    ("engine.layers", _MEGATRON, ""),
     (
         "engine.layers=transformer_engine",
         "engine.precision=auto|bf16",
@@ -99,7 +109,7 @@ _OF_SFT: Sequence[_Constraint] = (
 _OF_SAMPLING: Sequence[_Constraint] = (
     ("evaluation.temperature=0.0", "evaluation.n=1", "all completions would be the same"),
     ("rollout.engine=vllm|sglang", "rollout.place=child|servers", "it needs its own process"),
-    ("rollout.tensor_parallel", "rollout.engine=vllm|sglang", ""),
+    ("rollout.tensor_parallel", "rollout.engine=vllm|sglang|FILE:NAME", ""),
     ("rollout.servers", "rollout.place=servers", ""),
     ("rollout.engine=sglang", "model.lora.publish=merged", "it loads whole models only"),
 )
@@ -179,7 +189,7 @@ def check(config: RunConfig, command: Command, world: int | None = 1) -> None:
 
 def check_engine(config: RunConfig) -> None:
     """Raise `UsageError` for settings that this kind of engine lacks."""
-    _refuse(list(_broken(config, _OF_ENGINE)), "this configuration")
+    _refuse([*_of_extensions(config), *_broken(config, _OF_ENGINE)], "this configuration")
 
 
 def check_layout(config: RunConfig, command: Literal["sft", "rl"], world: int) -> None:
@@ -233,7 +243,9 @@ def _holds(config: RunConfig, condition: str) -> bool:
     if not values:
         return bool(_given(config, name))
     text = one_line(_value(config, name))
-    return text in values or (":" in text and "FILE:NAME" in values)
+    table = _TABLES.get(name)
+    is_own = ":" in text if table is None else text not in table.builtins
+    return text in values or (is_own and "FILE:NAME" in values)
 
 
 def _given(config: RunConfig, condition: str) -> list[str]:
@@ -259,7 +271,18 @@ def _have(config: RunConfig, *names: str) -> str:
     return ", ".join(f"{name}: {one_line(_value(config, name))}" for name in names)
 
 
+def _of_extensions(config: RunConfig) -> Iterator[BurnishError]:
+    for setting, table in _TABLES.items():
+        value = _value(config, setting)
+        for name in [value] if isinstance(value, str) else value:
+            try:
+                table.target(name, setting)
+            except UsageError as error:
+                yield error
+
+
 def _of_settings(config: RunConfig) -> Iterator[BurnishError]:
+    yield from _of_extensions(config)
     yield from _broken(config, (*_OF_ENGINE, *_OF_ACTIVATIONS, *_OF_ALL))
     yield from _of_places(config)
     if config.optim.moments == "bf16" and max(config.optim.betas) > _LARGEST_BETA_IN_BF16:

@@ -27,6 +27,8 @@ It decides how fast, how long or how visibly a run works, and not what a step co
 """
 FunctionName = Annotated[str, Field(pattern=r"^.+:[A-Za-z_]\w*$")]
 """file.py:name or module:name."""
+ExtensionName = Annotated[str, Field(pattern=r"^([A-Za-z][\w.-]*|.+:[A-Za-z_]\w*)$")]
+"""The name of an entry point, file.py:Class or module:Class. `burnish.extend` finds it."""
 MomentDecay = Annotated[float, Field(ge=0, lt=1)]
 """AdamW's beta."""
 AdvantageName = Literal[
@@ -118,8 +120,8 @@ class ModelConfig(Section):
 class EngineConfig(Section):
     """How the model is trained."""
 
-    kind: MayChange[Literal["torch", "megatron"]] = "torch"
-    """torch: PyTorch FSDP2 on any number of processes. megatron: Megatron-Core, with pipeline and expert parallelism; needs megatron-core."""
+    kind: MayChange[Literal["torch", "megatron"] | ExtensionName] = "torch"
+    """torch: PyTorch FSDP2 on any number of processes. megatron: Megatron-Core, with pipeline and expert parallelism; needs megatron-core. Or your own class with the methods of `burnish.Engine`: file.py:Class, module:Class, or the name of an installed package's entry point."""
     precision: Literal["auto", "bf16", "fp32"] = "auto"
     """bf16: fp32 main weights and optimizer state, bf16 compute, fp32 gradient reduction. fp32: everything in fp32. auto: fp32 on processors without fast products in bf16, else bf16; a run keeps the precision that it began with."""
     max_grad_norm: float = Field(1.0, gt=0)
@@ -285,8 +287,8 @@ class RolloutConfig(SamplingConfig):
     """Texts that end a completion, besides the model's end-of-sequence ids. The completion keeps the text and the whole token that completes it: they are trained on, and rewards see them, special tokens too. Rewards never see an end-of-sequence token."""
     stop_token_ids: list[Annotated[int, Field(ge=0)]] = []
     """Further token ids that end a completion, such as that of the end of a turn. They stay in it and are trained on."""
-    engine: MayChange[Literal["builtin", "vllm", "sglang", "openai"]] = "builtin"
-    """What generates completions. builtin: Burnish's own generator. vllm: vLLM with Burnish's draws; needs `place: child` or `servers`, and vllm. sglang: the same with SGLang; it has run with a stand-in only. openai: an endpoint with OpenAI's API, only for `burnish eval`."""
+    engine: MayChange[Literal["builtin", "vllm", "sglang", "openai"] | ExtensionName] = "builtin"
+    """What generates completions. builtin: Burnish's own generator. vllm: vLLM with Burnish's draws; needs `place: child` or `servers`, and vllm. sglang: the same with SGLang; it has run with a stand-in only. openai: an endpoint with OpenAI's API, only for `burnish eval`. Or your own class with the methods of `burnish.Generator`: file.py:Class, module:Class, or the name of an installed package's entry point."""
     url: MayChange[str | None] = Field(None, pattern=r"^https?://[!-~]+$")
     """openai: the endpoint, such as http://localhost:8000/v1. Its key is the environment variable OPENAI_API_KEY, if that is set."""
     model: MayChange[str | None] = None
@@ -566,9 +568,9 @@ class TrackingConfig(Section):
     rollout_tokens: bool = True
     """Write the texts, log-probs and advantages of the tokens of these best, worst and random rollouts."""
     trackers: list[
-        Literal["tensorboard", "wandb", "mlflow", "trackio", "swanlab"] | FunctionName
+        Literal["tensorboard", "wandb", "mlflow", "trackio", "swanlab"] | ExtensionName
     ] = ["tensorboard"]
-    """Services that get the numbers in addition to the console and metrics.jsonl. Or your own classes with the methods of `burnish.Tracker`: file.py:Class or module:Class. None of them stops or slows the run."""
+    """Services that get the numbers in addition to the console and metrics.jsonl. Or your own classes with the methods of `burnish.Tracker`: file.py:Class, module:Class, or the name of an installed package's entry point. None of them stops or slows the run."""
     traces: TracesConfig = TracesConfig()
     """Traces of rollouts."""
     profile_steps: list[Annotated[int, Field(ge=1)]] = []
@@ -673,6 +675,18 @@ class RunConfig(Section):
         """The URL of the directory's copy, or None."""
         remote = self.output_dir if is_remote(self.output_dir) else self.checkpoint.mirror
         return None if remote is None else f"{remote.rstrip('/')}/{self.run_name}"
+
+    @property
+    def generator_options(self) -> dict[str, Any]:
+        """The arguments of a generator that come only where a setting asks for them."""
+        options = {
+            "tensor_parallel": self.rollout.tensor_parallel
+            if self.rollout.tensor_parallel > 1
+            else None,
+            "experts": self.algorithm.router_replay == "rollout" or None,
+            "lora": self.model.adapter_beside,
+        }
+        return {name: value for name, value in options.items() if value is not None}
 
     @property
     def longest_completed(self) -> int:

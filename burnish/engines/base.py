@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from enum import Enum
@@ -9,9 +10,10 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
+from transformers import PretrainedConfig
 
 from burnish.boxes.shards import Publication, Shard, ShardSource
-from burnish.config.schema import EngineConfig
+from burnish.config.schema import EngineConfig, LoraConfig, OptimConfig
 from burnish.distributed.host_memory import Arena
 from burnish.distributed.layout import Layout
 from burnish.models.flops import Passed
@@ -40,7 +42,28 @@ def compute_dtype(config: EngineConfig) -> torch.dtype:
 
 
 class Engine(Protocol):
-    """This process's part of a trained model, under any parallelism."""
+    """This process's part of a trained model, under any parallelism.
+
+    `engine.kind` names the class. Burnish makes one object for each model: the policy, a critic, a reference.
+    """
+
+    def __init__(
+        self,
+        hf_config: PretrainedConfig,
+        config: EngineConfig,
+        optim: OptimConfig | None,
+        *,
+        layout: Layout,
+        device: torch.device,
+        beside: Engine | None,
+        lora: LoraConfig | None = None,
+    ) -> None:
+        """Make the model of `hf_config` without weights. Collective.
+
+        `layout` has the processes; the engine's own says how they divide the model. Without `optim` the engine is frozen, in
+        the compute dtype. With `beside`, which may be of another class, it may share that engine's process groups. `lora` comes
+        only where `model.lora` is set: an adapter is trained beside a frozen model.
+        """
 
     layout: Layout
     """This process's place in the run."""
@@ -53,6 +76,15 @@ class Engine(Protocol):
     passed: Passed
     """Tokens that went through `forward_backward`. Each rank counts its shared micro-batches in full. Settable, to restart the count."""
 
+    @staticmethod
+    def require_fitting(hf_config: PretrainedConfig, config: EngineConfig) -> None:
+        """Raise `UsageError` or `IncompatibleError` if the engine cannot compute the model or divide it.
+
+        Runs and dry runs call it before anything expensive. By default it raises nothing.
+        """
+        return
+
+    @abstractmethod
     def forward_backward(self, batch: Batch, loss: LossFn) -> Stats:
         """Run every micro-batch, accumulate gradients, and return statistics reduced over all ranks.
 
@@ -60,6 +92,7 @@ class Engine(Protocol):
         Another call before `optim_step` adds to them.
         """
 
+    @abstractmethod
     def forward(
         self, batch: Batch, *, adapter: bool = True, experts: bool = False
     ) -> list[TokenOutputs]:
@@ -69,23 +102,29 @@ class Engine(Protocol):
         `adapter` False turns an adapter off. `experts` records each token's experts.
         """
 
+    @abstractmethod
     def optim_step(self, lr: float) -> Stats:
         """Clip, step, zero the gradients; return `grad_norm` (before clipping), `lr`, `skipped`.
 
         A non-finite norm skips the step on every rank. Too many in a row raise `BurnishError`.
         """
 
+    @abstractmethod
     def shards(self, what: Part) -> Iterator[Shard]:
         """Yield this rank's shards, in the same order of names on every rank."""
 
+    @abstractmethod
     def published(self) -> Publication:
         """Return this rank's shards for a generator, an adapter merged or separate (`model.lora.publish`). Collective."""
 
+    @abstractmethod
     def load(self, source: ShardSource, what: Part) -> None:
         """Fill this rank's shards. Collective."""
 
+    @abstractmethod
     def offloaded(self) -> AbstractContextManager[None]:
         """Keep weights, gradients and slots in host memory inside the block, which must not use the engine. Collective."""
 
+    @abstractmethod
     def close(self) -> None:
         """Free the engine's memory."""

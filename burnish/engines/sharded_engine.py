@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -15,11 +15,12 @@ from burnish.config.schema import EngineConfig
 from burnish.distributed.collectives import reduce_stats
 from burnish.distributed.host_memory import Arena
 from burnish.distributed.layout import Layout
+from burnish.engines.base import Engine
 from burnish.errors import BurnishError, IncompatibleError
 from burnish.models.flops import Passed
 from burnish.models.meta_init import router_sizes
 from burnish.models.scorer import ScoringPlan
-from burnish.records import Batch, MicroBatch, TokenOutputs, to_device
+from burnish.records import Batch, MicroBatch, to_device
 from burnish.tracking.stats import Mean, Stats, Sum
 
 T = TypeVar("T")
@@ -43,7 +44,7 @@ def trained(optimizer: T | None) -> T:
     return optimizer
 
 
-class ShardedEngine(ABC):
+class ShardedEngine(Engine):
     """See `burnish.engines.base.Engine`."""
 
     _optimizer: _CountsSteps | None
@@ -71,12 +72,6 @@ class ShardedEngine(ABC):
     @steps.setter
     def steps(self, value: int) -> None:
         trained(self._optimizer).set_steps(value)
-
-    @abstractmethod
-    def forward(
-        self, batch: Batch, *, adapter: bool = True, experts: bool = False
-    ) -> list[TokenOutputs]:
-        """See `Engine.forward`."""
 
     def _require_routers(self, batch: Batch, *, record: bool = False) -> None:
         """Raise `IncompatibleError` for another model's experts, or if the model has none to `record`."""

@@ -106,6 +106,13 @@ class Planner:
 
         Raises `UsageError` for a model that the engine does not compute, `IncompatibleError` for an adapter of missing layers.
         """
+        if config.engine.kind not in _DEGREES:
+            raise UsageError(
+                "the planner does not know the memory and time of this engine",
+                have=f"engine.kind: {config.engine.kind}",
+                want=f"one of {', '.join(_DEGREES)}",
+                do="plan with engine.kind=torch",
+            )
         if config.engine.kind == "megatron" and not shape.family.has_llama_layers:
             raise UsageError(
                 "the megatron engine does not compute models of this type",

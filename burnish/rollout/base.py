@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol
+
+import torch
+from transformers import PretrainedConfig
 
 from burnish.boxes.shards import Publication, TensorSpec
+from burnish.config.schema import LoraConfig
+from burnish.distributed.layout import Layout
 from burnish.errors import BurnishError, UsageError
 from burnish.records import Completion, Request
 
+Decode = Callable[[Sequence[int]], str]
+"""Turns token ids into text, with or without special tokens."""
 Watch = Callable[[int], None]
 """Called between decoding steps with the number of completions that ended since the last call. An exception that it raises
 ends the generation."""
@@ -50,11 +58,51 @@ class RunningRequest(NamedTuple):
 
 
 class Generator(Protocol):
-    """Samples from the current weights. A subclass may omit the last four methods."""
+    """Samples from the current weights. `rollout.engine` names the class. A subclass needs only `generate` and `load_weights`."""
 
-    called_by_rank0: bool
+    called_by_rank0: bool = False
     """Whether rank 0 alone calls `generate`, for all ranks, perhaps in a thread while training goes on."""
 
+    def __init__(  # noqa: PLR0913
+        self,
+        hf_config: PretrainedConfig,
+        *,
+        layout: Layout,
+        device: torch.device,
+        dtype: torch.dtype,
+        slots: int | Literal["auto"],
+        eos_token_ids: Sequence[int],
+        decode: Decode,
+        max_length: int,
+        tensor_parallel: int = 1,
+        experts: bool = False,
+        lora: LoraConfig | None = None,
+    ) -> None:
+        """Make the model of `hf_config` in `dtype`, without weights. Not collective.
+
+        `layout` has the processes that load weights together: a single one with `rollout.place` child or servers. A
+        completion ends at `eos_token_ids`. No prompt and completion together exceed `max_length` tokens.
+
+        The last three come only where a setting asks for them: `rollout.tensor_parallel` above 1,
+        `algorithm.router_replay` rollout, and `model.lora.publish` adapter.
+        """
+
+    @staticmethod
+    def require_supported(hf_config: PretrainedConfig, device: torch.device) -> None:
+        """Raise `IncompatibleError` if the generator cannot run the model here. A dry run calls it."""
+        return
+
+    @staticmethod
+    def require_adaptable(
+        targets: Sequence[str],
+        hf_config: PretrainedConfig,
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> None:
+        """Raise `IncompatibleError` if it cannot hold an adapter of the layers `targets` beside the model."""
+        return
+
+    @abstractmethod
     def generate(
         self, requests: Sequence[Request], sampling: Sampling, watch: Watch | None = None
     ) -> list[list[Completion]]:
@@ -63,6 +111,7 @@ class Generator(Protocol):
         Draw t of sample s depends on (`seed`, `step`, `prompt_key`, s, t) alone; t counts `drawn` tokens.
         """
 
+    @abstractmethod
     def load_weights(self, weights: Publication, version: int) -> None:
         """Copy weights from every rank's shards, frozen ones only once, so always from one engine. Collective."""
 
@@ -79,9 +128,11 @@ class Generator(Protocol):
 
     def release(self) -> None:
         """Free device memory until `load_weights` brings all weights; refuse `generate` meanwhile."""
+        return
 
     def close(self) -> None:
         """Free all resources."""
+        return
 
 
 def require_valid(

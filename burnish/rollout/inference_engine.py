@@ -26,9 +26,9 @@ from burnish.errors import IncompatibleError, MissingError, few, install, refusi
 from burnish.models.meta_init import build_on_meta, kept_in_fp32, longest_sequence
 from burnish.models.names import tensor_specs
 from burnish.records import Request
-from burnish.rollout.base import Sampling
+from burnish.rollout.base import Decode, Sampling
 from burnish.rollout.builtin.sampling import Drawn, draw, uniforms
-from burnish.rollout.running import Decode, LocalGenerator, Running
+from burnish.rollout.running import LocalGenerator, Running
 
 log = logging.getLogger("burnish")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
@@ -12,12 +12,17 @@ import numpy as np
 
 from burnish.errors import UsageError
 from burnish.records import Completion, Experts, Floats, Request, StopReason
-from burnish.rollout.base import RunningRequest, Sampling, Watch, require_valid
+from burnish.rollout.base import (
+    Decode,
+    Generator,
+    RunningRequest,
+    Sampling,
+    Watch,
+    require_valid,
+)
 from burnish.rollout.builtin.sampling import stream_key
 
 R = TypeVar("R", bound="Running")
-Decode = Callable[[Sequence[int]], str]
-"""Turns token ids into text, with or without special tokens."""
 
 _MARGIN = 8
 """Characters decoded before the longest stop string, because tokenizers may alter a text's first ones."""
@@ -145,10 +150,8 @@ def _started(request: Request, sampling: Sampling, made: Callable[..., R]) -> li
     return [made(key=key, drawn=request.drawn, tokens=[*begun]) for key in keys]
 
 
-class LocalGenerator(ABC, Generic[R]):
+class LocalGenerator(Generator, Generic[R]):
     """Keeps the requests and completions of a running `generate`."""
-
-    called_by_rank0 = False
 
     def __init__(
         self,

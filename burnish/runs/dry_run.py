@@ -22,6 +22,7 @@ from burnish.data.tasks import ExampleDataset, Mixture, PromptDataset
 from burnish.distributed.device import pick_device
 from burnish.distributed.layout import Layout
 from burnish.errors import BurnishError, UsageError, together
+from burnish.extend import GENERATORS
 from burnish.files.hub import is_elsewhere
 from burnish.rewards.pool import RewardPool
 from burnish.tracking.progress import Progress
@@ -95,11 +96,12 @@ def set_up(config: RunConfig, command: Command, run_dir: Path | None = None) -> 
 
 
 def _require_generator(foundation: Foundation, device: torch.device) -> None:
-    """Raise `IncompatibleError` if vLLM in a child process would refuse the model."""
-    rollout = foundation.config.rollout
-    if rollout.engine == "vllm" and rollout.place == "child":
-        vllm = import_module("burnish.rollout.vllm.vllm_generator")
-        vllm.require_supported(foundation.hf_config, device)
+    """Raise `UsageError` if `rollout.engine` cannot be a generator, and `IncompatibleError` if it would refuse the model here."""
+    config = foundation.config
+    if config.rollout.place != "servers":
+        name, options = config.rollout.engine, config.generator_options
+        kind = GENERATORS.load(name, "rollout.engine", options)
+        kind.require_supported(foundation.hf_config, device)
 
 
 def _functions(

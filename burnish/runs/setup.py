@@ -30,6 +30,7 @@ from burnish.distributed.layout import Layout
 from burnish.engines import factory as making
 from burnish.engines.base import Engine, Part, compute_dtype
 from burnish.errors import IncompatibleError, UsageError, refusing
+from burnish.extend import GENERATORS
 from burnish.models.flops import ModelFlops, Passed
 from burnish.models.loading import (
     GENERATION_CONFIG,
@@ -181,7 +182,7 @@ def lay_foundation(
     tokenizer = model_tokenizer(config.model, config.data.chat_template_name)
     require_embeddings(hf_config, tokenizer)
     _require_stop_tokens(config.rollout.stop_token_ids, hf_config)
-    making.require_fitting(hf_config, config.engine)
+    making.require_fitting(hf_config, config.engine, config.model.adapter)
     layout, device = layout or Layout(), device or torch.device("cpu")
     tuned, generates = config.model.adapter, config.reward.given
     rollout = config.rollout
@@ -212,10 +213,6 @@ def lay_foundation(
             lora.warn_of_unadapted(config.model.adapter, hf_config)
         adapter = lora.adapter_record(config.model, hf_config, origin)
         source = lora.first_adapter(config.model, hf_config, adapter, config.seed, composite)
-    if adapter is not None and config.model.adapter_beside and config.rollout.engine == "vllm":
-        vllm = import_module("burnish.rollout.vllm.vllm_generator")
-        dtype = compute_dtype(config.engine)
-        vllm.require_adaptable(adapter["targets"], hf_config, device, dtype)
     foundation = Foundation(
         config,
         tokenizer,
@@ -234,6 +231,12 @@ def lay_foundation(
         composite,
         card,
     )
+    if adapter is not None and config.model.adapter_beside:
+        dtype = compute_dtype(config.engine)
+        generator = GENERATORS.load(
+            config.rollout.engine, "rollout.engine", config.generator_options
+        )
+        generator.require_adaptable(adapter["targets"], hf_config, device, dtype)
     return foundation if given is None else with_assets(foundation)
 
 
@@ -414,7 +417,7 @@ def make_engine(
         lora=lora,
         beside=beside,
     )
-    if foundation.layout.world > 1 or settings.kind == "megatron":
+    if foundation.layout.world > 1 or settings.kind != "torch":
         from burnish.check.proof import prove_layout
 
         prove_layout(engine, foundation.hf_config, settings, lora, foundation.device)

@@ -26,8 +26,8 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from burnish.config.schema import TrackingConfig
 from burnish.errors import CorruptError, refusing
+from burnish.extend import TRACKERS
 from burnish.files.storage import open_regular
-from burnish.functions import Registry, load_function
 from burnish.tracking.rundir import RunDirectory, discard_leftovers, write_atomically
 
 if TYPE_CHECKING:
@@ -44,16 +44,6 @@ _ENCODER = json.JSONEncoder(ensure_ascii=False, check_circular=False, allow_nan=
 
 log = logging.getLogger("burnish")
 
-TRACKERS: Registry = MappingProxyType(
-    {
-        "tensorboard": "burnish.tracking.services:TensorBoardTracker",
-        "wandb": "burnish.tracking.services:WandbTracker",
-        "mlflow": "burnish.tracking.services:MlflowTracker",
-        "trackio": "burnish.tracking.services:TrackioTracker",
-        "swanlab": "burnish.tracking.services:SwanlabTracker",
-    }
-)
-
 State = Literal["running", "finished", "stopped", "failed"]
 FileKind = Literal["report", "checkpoint"]
 
@@ -61,7 +51,7 @@ FileKind = Literal["report", "checkpoint"]
 class Tracker(Protocol):
     """Takes the numbers of each step. Methods that a subclass omits do nothing.
 
-    Burnish makes a tracker with the run's directory. If the constructor takes `resume_step`, it gets the last step to keep (None: a new
+    `tracking.trackers` names the class. If its constructor takes `resume_step`, it gets the last step to keep (None: a new
     run), and `log` then gets every later step again. Otherwise `log` gets each step once in the life of the run. Optional methods, without
     a result:
 
@@ -69,6 +59,9 @@ class Tracker(Protocol):
     - `log_file(path, kind)`: the "report" at the end, or a reference to the "checkpoint" of a committed step
     - `end(state)`: how the run ended, before `close`
     """
+
+    def __init__(self, directory: Path) -> None:
+        """Open it for the run in `directory`."""
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Take one step's numbers by name (`actor/pg_loss`), NaN and infinity included. Steps ascend. Raises `OSError`."""
@@ -364,18 +357,9 @@ class BackgroundTracker(Tracker):
             return -1
 
 
-def load_tracker(name: str) -> Callable[..., Tracker]:
+def load_tracker(name: str) -> type[Tracker]:
     """Return the class that an entry of `tracking.trackers` names. Raises `UsageError` if there is none, or it cannot be a tracker."""
-    found = load_function(name, "tracking.trackers", TRACKERS)
-    if isinstance(found, type):
-        with refusing(
-            f"tracking.trackers: {name} is no tracker",
-            want="log, sync and close, and a constructor of the run's directory alone",
-            do="add them; see burnish.Tracker",
-        ):
-            inspect.signature(found).bind(Path())
-            for method in ("log", "sync", "close"):
-                getattr(found, method)
+    found = TRACKERS.load(name, "tracking.trackers")
     getattr(found, "require_ready", lambda: None)()
     return found
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -104,7 +105,8 @@ def said_rank(layout: Layout) -> list[str]:
             EngineConfig(precision="bf16", optimizer_offload=moves),
             tiny_config("qwen3"),
         )
-        return TorchEngine(model, config, OptimConfig(), layout=layout, device=CPU, mesh=full)
+        with patch.object(Mesh, "of", return_value=full):
+            return TorchEngine(model, config, OptimConfig(), layout=layout, device=CPU)
 
     with pytest.raises(BurnishError) as made:
         engine(moves=True)

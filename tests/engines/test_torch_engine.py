@@ -174,7 +174,7 @@ def shared_rank(layout: Layout, path: Path) -> tuple[int, float, float]:
     engine = make_engine(layout, path)
     before = len(torch.distributed.distributed_c10d._world.pg_names)
     hf_config, config = AutoConfig.from_pretrained(path), EngineConfig(precision="fp32")
-    other = TorchEngine(hf_config, config, OPTIM, layout=layout, device=CPU, mesh=engine.mesh)
+    other = TorchEngine(hf_config, config, OPTIM, layout=layout, device=CPU, beside=engine)
     other.load(SafetensorsSource(path), Part.WEIGHTS)
     added = len(torch.distributed.distributed_c10d._world.pg_names) - before
     batch = cut(make_examples(VOCAB), layout, 3)

@@ -24,7 +24,6 @@ from burnish.boxes.shards import Publication
 from burnish.distributed.layout import Layout
 from burnish.models.names import model_shards
 from burnish.rollout.base import Generator, Sampling
-from burnish.rollout.builtin.forward import InferenceModel
 from burnish.rollout.builtin.generator import BuiltinGenerator
 
 
@@ -39,8 +38,10 @@ def builtin(
 ) -> BuiltinGenerator:
     """A generator on `device`, whose weights come from a model that stays on the CPU."""
     generator = BuiltinGenerator(
-        InferenceModel(model.config, device=device, dtype=dtype),
+        model.config,
         layout=Layout(),
+        device=device,
+        dtype=dtype,
         slots=slots,
         eos_token_ids=eos,
     )

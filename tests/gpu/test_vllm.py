@@ -70,7 +70,9 @@ class Engines:
             if self.device != CPU:
                 self.close()
             given = {"slots": 8, "eos_token_ids": (), "decode": None, **options}
-            self._held[key] = VllmGenerator(config, device=self.device, dtype=dtype, **given)
+            self._held[key] = VllmGenerator(
+                config, layout=Layout(), device=self.device, dtype=dtype, **given
+            )
         return self._held[key]
 
     def loaded(self, model: PreTrainedModel, version: int = 1, **options: Any) -> VllmGenerator:

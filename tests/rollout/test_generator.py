@@ -33,11 +33,17 @@ from burnish.models.names import model_shards
 from burnish.records import Completion, Request
 from burnish.rollout.base import Generator, Sampling
 from burnish.rollout.builtin import generator as builtin_generator
-from burnish.rollout.builtin.forward import FusedForward, InferenceModel, ModuleForward
+from burnish.rollout.builtin.forward import FusedForward, ModuleForward
 from burnish.rollout.builtin.generator import BuiltinGenerator
 from burnish.rollout.builtin.kv_cache import PromptCache
 
 CPU = torch.device("cpu")
+PLAIN: dict[str, Any] = {
+    "layout": Layout(),
+    "device": CPU,
+    "dtype": torch.float32,
+    "eos_token_ids": (),
+}
 
 
 class TestContract(GeneratorContract):
@@ -367,10 +373,10 @@ class TestWeights:
 
     def test_leave_the_device_until_they_come_again(self) -> None:
         """On a CPU a generator keeps them, so its model is asked."""
-        model = InferenceModel(tiny_config(), device=CPU, dtype=torch.float32)
+        generator = BuiltinGenerator(tiny_config(), slots=4, **PLAIN)
+        model = generator._model
         first, second = tiny_model(seed=1), tiny_model(seed=2)
         weights = [Publication(model_shards(each)) for each in (first, second)]
-        generator = BuiltinGenerator(model, layout=Layout(), slots=4, eos_token_ids=())
         generator.load_weights(weights[0], 1)
         assert model.release()
         assert not any(p.untyped_storage().nbytes() for p in model.module.parameters())
@@ -392,12 +398,7 @@ class TestWeights:
         assert_same(made, wanted)
 
     def test_are_needed(self) -> None:
-        generator = BuiltinGenerator(
-            InferenceModel(tiny_config(), device=CPU, dtype=torch.float32),
-            layout=Layout(),
-            slots=2,
-            eos_token_ids=(),
-        )
+        generator = BuiltinGenerator(tiny_config(), slots=2, **PLAIN)
         with pytest.raises(UsageError):
             generator.generate(make_requests(), Sampling(2))
 
@@ -447,12 +448,7 @@ def _generate_from_halves(layout: Layout) -> list[list[Completion]]:
         box = Box((start, *[0] * len(tail)), (stop - start, *tail))
         return Shard(shard.spec, box, shard.tensor[start:stop])
 
-    generator = BuiltinGenerator(
-        InferenceModel(model.config, device=CPU, dtype=torch.float32),
-        layout=layout,
-        slots=4,
-        eos_token_ids=(),
-    )
+    generator = BuiltinGenerator(model.config, slots=4, **{**PLAIN, "layout": layout})
     generator.load_weights(Publication(map(half, model_shards(model))), 1)
     requests: list[Request] = make_requests()
     return generator.generate(requests, Sampling(6))

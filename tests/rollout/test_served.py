@@ -36,7 +36,6 @@ from burnish.models.names import model_shards
 from burnish.records import Completion, Request
 from burnish.rollout import messages
 from burnish.rollout.base import RunningRequest, Sampling
-from burnish.rollout.builtin.forward import InferenceModel
 from burnish.rollout.builtin.generator import BuiltinGenerator
 from burnish.rollout.client import ServedGenerator, Server, ServerLost
 from burnish.rollout.in_flight import PartialCompletions
@@ -48,9 +47,20 @@ SAMPLING = Sampling(6, seed=3)
 BESIDE = LORA.model_copy(update={"publish": "adapter"})
 
 
-def own(model: PreTrainedModel, slots: int = 4, eos: Sequence[int] = ()) -> BuiltinGenerator:
-    held = InferenceModel(model.config, device=CPU, dtype=torch.float32)
-    return BuiltinGenerator(held, layout=Layout(), slots=slots, eos_token_ids=eos)
+def own(
+    model: PreTrainedModel,
+    slots: int = 4,
+    eos: Sequence[int] = (),
+    kind: type[BuiltinGenerator] = BuiltinGenerator,
+) -> BuiltinGenerator:
+    return kind(
+        model.config,
+        layout=Layout(),
+        device=CPU,
+        dtype=torch.float32,
+        slots=slots,
+        eos_token_ids=eos,
+    )
 
 
 @contextmanager
@@ -123,8 +133,7 @@ class TestServedGenerator(GeneratorContract):
         return generator
 
     def make_in_flight(self, model: PreTrainedModel) -> ServedGenerator:
-        held = [InferenceModel(model.config, device=CPU, dtype=torch.float32) for _ in range(2)]
-        slow = [Leisurely(each, layout=Layout(), slots=4, eos_token_ids=()) for each in held]
+        slow = [own(model, kind=Leisurely) for _ in range(2)]
         servers = [self.stack.enter_context(serving(each)) for each in slow]
         generator = served(servers, model, in_flight=True)
         generator.load_weights(Publication(model_shards(model)), 1)
@@ -409,8 +418,7 @@ def test_weights_of_another_process_are_not_taken_for_ones_own() -> None:
 def test_what_a_process_before_asked_for_is_not_taken_for_ones_own() -> None:
     """A run that was killed leaves a call under way, and the next one's weights come into its middle."""
     model, requests = tiny_model(), make_requests()
-    held = InferenceModel(model.config, device=CPU, dtype=torch.float32)
-    slow, failed = Leisurely(held, layout=Layout(), slots=1, eos_token_ids=()), []
+    slow, failed = own(model, 1, kind=Leisurely), []
     with serving(slow) as server:
         before = loaded([server], in_flight=True)
 
@@ -442,11 +450,8 @@ class Late(Leisurely):
 def test_a_share_that_ends_while_others_tell_how_far_they_are_counts_once() -> None:
     """One server has told the beginning of what is whole when the other has told, too."""
     requests, partial = make_requests((3, 5), samples=2), PartialCompletions({})
-    held = [InferenceModel(tiny_model().config, device=CPU, dtype=torch.float32) for _ in range(2)]
-    first, second = (
-        kind(each, layout=Layout(), slots=1, eos_token_ids=())
-        for kind, each in zip((Leisurely, Late), held, strict=True)
-    )
+    first = own(tiny_model(), 1, kind=Leisurely)
+    second: Any = own(tiny_model(), 1, kind=Late)
     with serving(first) as one, serving(second) as two:
         generator = loaded([one, two], in_flight=True)
         second.may_tell = lambda: bool(generator._ended)

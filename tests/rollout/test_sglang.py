@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 
 from burnish.boxes.box import whole
 from burnish.boxes.shards import Publication, Shard, TensorSpec
+from burnish.distributed.layout import Layout
 from burnish.errors import BurnishError, IncompatibleError, MissingError, UsageError
 from burnish.models.names import model_shards
 from burnish.records import Request
@@ -49,7 +50,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[SglangGenerator]]:
 
 def start(made: list[SglangGenerator], model: PreTrainedModel, **options: Any) -> SglangGenerator:
     """One without weights."""
-    defaults = {"device": CPU, "slots": 8, "eos_token_ids": (), "decode": None}
+    defaults = {"layout": Layout(), "device": CPU, "slots": 8, "eos_token_ids": (), "decode": None}
     made.append(SglangGenerator(model.config, dtype=torch.float32, **{**defaults, **options}))
     return made[-1]
 

@@ -30,10 +30,9 @@ from burnish.distributed.layout import Layout
 from burnish.errors import BurnishError, IncompatibleError, UsageError
 from burnish.models.names import model_shards
 from burnish.records import Request
-from burnish.rollout.base import Generator, Sampling
+from burnish.rollout.base import Decode, Generator, Sampling
 from burnish.rollout.builtin.sampling import draw, uniforms
-from burnish.rollout.running import Decode
-from burnish.rollout.vllm.vllm_generator import VllmGenerator, require_adaptable
+from burnish.rollout.vllm.vllm_generator import VllmGenerator
 
 pytest.importorskip("vllm", exc_type=ImportError)
 pytestmark = [
@@ -78,7 +77,7 @@ def vllm(
 def started(model: Any, **options: Any) -> VllmGenerator:
     """vLLM without weights."""
     given = {"slots": 8, "eos_token_ids": (), "decode": None, **options}
-    return VllmGenerator(model.config, device=CPU, dtype=torch.float32, **given)
+    return VllmGenerator(model.config, layout=Layout(), device=CPU, dtype=torch.float32, **given)
 
 
 class TestContract(GeneratorContract):
@@ -331,9 +330,9 @@ def test_an_adapter_beside_the_model_is_refused_in_fp32_on_a_gpu() -> None:
     """vLLM's kernel takes fp16 and bf16."""
     asked, gpu = (["q_proj"], made().config), torch.device("cuda", 0)
     with pytest.raises(IncompatibleError, match=r"engine\.precision"):
-        require_adaptable(*asked, gpu, torch.float32)
-    require_adaptable(*asked, gpu, torch.bfloat16)
-    require_adaptable(*asked, CPU, torch.float32)
+        VllmGenerator.require_adaptable(*asked, gpu, torch.float32)
+    VllmGenerator.require_adaptable(*asked, gpu, torch.bfloat16)
+    VllmGenerator.require_adaptable(*asked, CPU, torch.float32)
 
 
 def test_pieces_of_a_merged_adapter_are_loaded_with_it(engines: dict[Any, VllmGenerator]) -> None:

@@ -20,12 +20,12 @@ from tracking.made_rollouts import made_rollout, table_of
 
 from burnish.config.schema import TrackingConfig
 from burnish.errors import CorruptError, UsageError
+from burnish.extend import TRACKERS
 from burnish.records import Rollout
 from burnish.tracking.rollouts import rollout_files
 from burnish.tracking.rundir import RunDirectory
 from burnish.tracking.services import TensorBoardTracker, _sample_table
 from burnish.tracking.trackers import (
-    TRACKERS,
     BackgroundTracker,
     JsonlTracker,
     Observers,
@@ -100,7 +100,7 @@ def observers(
     run.root.mkdir(parents=True, exist_ok=True)
     (tmp_path / "mine.py").write_text(NOTED)
     mine = f"{tmp_path / 'mine.py'}:"
-    trackers = [name if name in TRACKERS else mine + name for name in names.split()]
+    trackers = [name if name in TRACKERS.builtins else mine + name for name in names.split()]
     config = TrackingConfig(trackers=trackers, **settings)
     return run, Observers(run, config, step=step, total_steps=7, is_logged=is_logged)
 

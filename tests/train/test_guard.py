@@ -224,7 +224,7 @@ def test_a_run_stops_before_it_trains_on_what_a_stale_head_draws(
 ) -> None:
     monkeypatch.chdir(work)
     run_command("rl", settings_of("honest"))
-    monkeypatch.setattr("burnish.runs.setup.BuiltinGenerator", Stale)
+    monkeypatch.setattr("burnish.rollout.builtin.generator.BuiltinGenerator", Stale)
     with pytest.raises(BurnishError, match=r"model\.embed_tokens\.weight"):
         run_command("rl", settings_of("stale", check_every=1))
     assert committed(work / "runs/stale/checkpoints") == []
@@ -248,6 +248,6 @@ def test_it_compares_at_the_start_and_every_so_often(
                 checks.append(sum(request.samples for request in requests))
             return super().generate(requests, sampling, watch)
 
-    monkeypatch.setattr("burnish.runs.setup.BuiltinGenerator", Noting)
+    monkeypatch.setattr("burnish.rollout.builtin.generator.BuiltinGenerator", Noting)
     run_command("rl", settings_of(f"noting_{limit}", max_disagreement=limit))
     assert checks == [4] * wanted

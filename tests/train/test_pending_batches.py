@@ -106,7 +106,7 @@ def test_a_batch_is_drawn_with_the_weights_of_so_many_steps_before(
     common = {**RL, **settings, "evaluation": quiet}
     rollout = {**common["rollout"], "ahead": lag}
     run_command("rl", RunConfig.model_validate({**common, "name": case, "rollout": rollout}))
-    monkeypatch.setattr("burnish.runs.setup.BuiltinGenerator", Behind)
+    monkeypatch.setattr("burnish.rollout.builtin.generator.BuiltinGenerator", Behind)
     monkeypatch.setattr(Behind, "lag", lag, raising=False)
     run_command("rl", RunConfig.model_validate({**common, "name": f"{case}_behind"}))
     found, wanted = (outcome(work / "runs" / name) for name in (case, f"{case}_behind"))

@@ -59,7 +59,7 @@ def test_a_run_whose_completions_are_all_empty(
     work: Path, monkeypatch: pytest.MonkeyPatch, case: str
 ) -> None:
     monkeypatch.chdir(work)
-    monkeypatch.setattr("burnish.runs.setup.BuiltinGenerator", Mute)
+    monkeypatch.setattr("burnish.rollout.builtin.generator.BuiltinGenerator", Mute)
     settings: dict[str, Any] = {
         "name": f"empty_{case}",
         "steps": 2,
@@ -104,7 +104,7 @@ def test_parked_models_leave_the_device_to_the_generator_and_learn_the_same(
             return super().generate(*args, **kwargs)
 
     monkeypatch.setattr("burnish.engines.factory.TorchEngine", Listed)
-    monkeypatch.setattr("burnish.runs.setup.BuiltinGenerator", Looking)
+    monkeypatch.setattr("burnish.rollout.builtin.generator.BuiltinGenerator", Looking)
     found = []
     for park in (False, True):
         engines.clear()
@@ -255,7 +255,7 @@ def test_the_generator_is_held_to_the_engine_and_its_mismatch_corrected(
         assert 0 <= each["rollout/mismatch_kl"] < 1e-9
         assert 0 < each["rollout/mismatch_max"] < 1e-4
         assert "rollout/mismatch_capped" not in each
-    monkeypatch.setattr("burnish.runs.setup.BuiltinGenerator", Off)
+    monkeypatch.setattr("burnish.rollout.builtin.generator.BuiltinGenerator", Off)
     shifted = row("shifted", mismatch_cap=1.2)
     assert shifted["rollout/mismatch_kl"] == pytest.approx(math.expm1(0.5) - 0.5, rel=1e-3)
     assert shifted["rollout/mismatch_max"] == pytest.approx(0.5, rel=1e-3)

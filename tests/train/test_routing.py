@@ -84,7 +84,7 @@ def test_a_generator_that_does_not_say_is_refused(
     work: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(work)
-    monkeypatch.setattr("burnish.runs.setup.BuiltinGenerator", Silent)
+    monkeypatch.setattr("burnish.rollout.builtin.generator.BuiltinGenerator", Silent)
     with pytest.raises(BurnishError, match="router_replay=recompute"):
         run_command("rl", config_of("silent", "rollout"))
 

@@ -24,16 +24,16 @@ from transformers import PretrainedConfig
 
 from burnish.boxes.shards import Publication, Shard, ShardSource
 from burnish.config.schema import EngineConfig, OptimConfig
-from burnish.distributed.layout import Layout
+from burnish.distributed.layout import Layout, require_divisible
 from burnish.distributed.tensor_collectives import all_gather_rows
-from burnish.engines.base import LossFn, Part
+from burnish.engines.base import Engine, LossFn, Part
 from burnish.engines.megatron.distributed_optimizer import MegatronOptimizer, MegatronShards
 from burnish.engines.megatron.host import megatron_called
 from burnish.engines.megatron.mesh import MegatronMesh
-from burnish.engines.megatron.model import build_stages
+from burnish.engines.megatron.model import build_stages, llama_shape
 from burnish.engines.offload import offloaded
 from burnish.engines.sharded_engine import ShardedEngine, trained
-from burnish.models.meta_init import has_value_head
+from burnish.models.meta_init import has_value_head, model_sizes
 from burnish.models.routing import Routing, index_dtype, tokens_of
 from burnish.models.scorer import ScoringPlan
 from burnish.records import Batch, MicroBatch, TokenOutputs
@@ -68,18 +68,20 @@ class MegatronEngine(ShardedEngine):
         *,
         layout: Layout,
         device: torch.device,
-        mesh: MegatronMesh | None = None,
+        beside: Engine | None = None,
     ) -> None:
+        """See `Engine`."""
         layout = replace(
             layout,
             sequence=config.sequence_parallel,
             tensor=config.tensor_parallel,
             pipeline=config.pipeline_parallel,
         )
-        self.mesh = mesh or MegatronMesh.of(config, device)
+        shared = beside.mesh if isinstance(beside, MegatronEngine) else None
+        self.mesh: MegatronMesh = shared or MegatronMesh.of(config, device)
         """The engine's process groups and host memory."""
         super().__init__(hf_config, config, layout, device, self.mesh.arena)
-        self._owns_mesh = mesh is None
+        self._owns_mesh = shared is None
         self._optimizer: MegatronOptimizer | None = None
         with megatron_called():
             stages = build_stages(hf_config, config, self.mesh, device)
@@ -93,6 +95,12 @@ class MegatronEngine(ShardedEngine):
         scatters = config.megatron_sequence_parallel and config.tensor_parallel > 1
         group = self.mesh.groups.cp if config.sequence_parallel > 1 else None
         self._sharing = group, config.tensor_parallel if scatters else 1
+
+    @staticmethod
+    def require_fitting(hf_config: PretrainedConfig, config: EngineConfig) -> None:
+        """See `Engine.require_fitting`."""
+        llama_shape(hf_config)
+        require_divisible(model_sizes(hf_config), config)
 
     def forward_backward(self, batch: Batch, loss: LossFn) -> Stats:
         """See `Engine.forward_backward`."""

@@ -19,13 +19,13 @@ from transformers import PretrainedConfig
 
 from burnish.boxes.shards import Publication, Shard, ShardSource
 from burnish.config.schema import EngineConfig, LoraConfig, OptimConfig
-from burnish.distributed.layout import Layout
+from burnish.distributed.layout import Layout, require_divisible
 from burnish.distributed.processes import Mesh
-from burnish.engines.base import LossFn, Part, compute_dtype
+from burnish.engines.base import Engine, LossFn, Part, compute_dtype
 from burnish.engines.optim.optimizer import ShardedOptimizer, local
 from burnish.engines.sharded_engine import ShardedEngine, trained
 from burnish.engines.torch.parallelize import global_norm, parallelize, sum_over
-from burnish.models.meta_init import build_on_meta, materialize
+from burnish.models.meta_init import build_on_meta, materialize, model_sizes
 from burnish.models.names import model_shards, regions
 from burnish.models.scorer import Scorer, ScoringPlan
 from burnish.records import Batch, MicroBatch, TokenOutputs
@@ -52,12 +52,13 @@ class TorchEngine(ShardedEngine):
         *,
         layout: Layout,
         device: torch.device,
+        beside: Engine | None = None,
         lora: LoraConfig | None = None,
-        mesh: Mesh | None = None,
     ) -> None:
-        """`mesh` is that of another engine at this layout; None makes one."""
+        """See `Engine`. Another torch engine `beside` has the same layout."""
         layout = replace(layout, sequence=config.sequence_parallel, tensor=config.tensor_parallel)
-        self.mesh = mesh or Mesh.of(layout, config.replicas, device)
+        shared = beside.mesh if isinstance(beside, TorchEngine) else None
+        self.mesh: Mesh = shared or Mesh.of(layout, config.replicas, device)
         """The engine's process groups and host memory."""
         super().__init__(hf_config, config, layout, device, self.mesh.arena)
         self._sharing = self.mesh.sequence, layout.tensor
@@ -99,6 +100,15 @@ class TorchEngine(ShardedEngine):
         if optim is not None:
             arena = self.arena if config.optimizer_offload else None
             self._optimizer = ShardedOptimizer(model, self._regions, optim, layout, arena)
+
+    @staticmethod
+    def require_fitting(hf_config: PretrainedConfig, config: EngineConfig) -> None:
+        """See `Engine.require_fitting`. Raises `IncompatibleError` for a model that tensor parallelism cannot cut."""
+        require_divisible(model_sizes(hf_config), config)
+        if config.tensor_parallel > 1:
+            from burnish.engines.torch.tensor_parallel import layer_cuts
+
+            layer_cuts(build_on_meta(hf_config), 0, config.tensor_parallel)
 
     def forward_backward(self, batch: Batch, loss: LossFn) -> Stats:
         """See `Engine.forward_backward`."""

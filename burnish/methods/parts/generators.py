@@ -5,24 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from importlib import import_module
-from typing import Any
 
 from burnish.data.tokenizer import completion_decoder
 from burnish.engines.base import compute_dtype
+from burnish.extend import GENERATORS
 from burnish.methods.parts.rollouts import Collector, Judge
 from burnish.rewards.overview import RewardFailures
 from burnish.rewards.pool import RewardPool
 from burnish.rollout.base import Generator
-from burnish.rollout.builtin.forward import InferenceModel
 from burnish.rollout.builtin.generator import BuiltinGenerator
 from burnish.runs.setup import Foundation, TextFoundation
 from burnish.tracking.progress import Progress
-
-# Module and class of each inference engine's generator.
-_ENGINES = {
-    "vllm": ("burnish.rollout.vllm.vllm_generator", "VllmGenerator"),
-    "sglang": ("burnish.rollout.sglang.sglang_generator", "SglangGenerator"),
-}
 
 
 def make_generator(foundation: TextFoundation) -> Generator:
@@ -40,45 +33,36 @@ def make_generator(foundation: TextFoundation) -> Generator:
 
 def local_generator(foundation: Foundation) -> Generator:
     """Make the generator in this process, without weights."""
-    if foundation.config.rollout.engine == "builtin":
-        return builtin_generator(foundation)
     config = foundation.config
-    rollout, is_limited = config.rollout, config.data.max_prompt_length is not None
-    longest = config.longest_completed if is_limited else config.microbatch_tokens
-    module, kind = _ENGINES[rollout.engine]
-    more: dict[str, Any] = {}
-    if config.algorithm.router_replay == "rollout":
-        more["experts"] = True
-    if config.model.adapter_beside is not None:
-        more["lora"] = config.model.adapter_beside
-    return getattr(import_module(module), kind)(
+    name, options = config.rollout.engine, config.generator_options
+    is_limited = config.data.max_prompt_length is not None
+    generator = GENERATORS.load(name, "rollout.engine", options)(
         foundation.hf_config,
-        device=foundation.device,
-        dtype=compute_dtype(config.engine),
-        slots=rollout.slots,
-        eos_token_ids=foundation.eos_token_ids,
-        decode=foundation.tokenizer.decode,
-        max_length=longest,
-        tensor_parallel=rollout.tensor_parallel,
-        **more,
-    )
-
-
-def builtin_generator(foundation: Foundation) -> BuiltinGenerator:
-    """Make the built-in generator, without weights."""
-    config = foundation.config
-    model = InferenceModel(
-        foundation.hf_config,
-        device=foundation.device,
-        dtype=compute_dtype(config.engine),
-        lora=config.model.adapter_beside,
-    )
-    return BuiltinGenerator(
-        model,
         layout=foundation.layout,
+        device=foundation.device,
+        dtype=compute_dtype(config.engine),
         slots=config.rollout.slots,
         eos_token_ids=foundation.eos_token_ids,
         decode=foundation.tokenizer.decode,
+        max_length=config.longest_completed if is_limited else config.microbatch_tokens,
+        **options,
+    )
+    GENERATORS.require_complete(generator, name, "rollout.engine")
+    return generator
+
+
+def builtin_generator(foundation: Foundation) -> BuiltinGenerator:
+    """Make the built-in generator, without weights, for sequences as long as the model allows."""
+    config = foundation.config
+    return BuiltinGenerator(
+        foundation.hf_config,
+        layout=foundation.layout,
+        device=foundation.device,
+        dtype=compute_dtype(config.engine),
+        slots=config.rollout.slots,
+        eos_token_ids=foundation.eos_token_ids,
+        decode=foundation.tokenizer.decode,
+        lora=config.model.adapter_beside,
     )
 
 

@@ -18,17 +18,18 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from burnish.boxes.shards import Publication, TensorSpec
-from burnish.config.schema import MOST_SLOTS
+from burnish.config.schema import MOST_SLOTS, LoraConfig
 from burnish.distributed.device import free_memory, has_matrix_units
 from burnish.distributed.layout import Layout
 from burnish.records import Experts, Floats, Request, TokenIds, to_device
-from burnish.rollout.base import Sampling, Watch, not_finite
+from burnish.rollout.base import Decode, Sampling, Watch, not_finite
 from burnish.rollout.builtin.forward import InferenceModel
 from burnish.rollout.builtin.kv_cache import PromptCache, SlotCache
 from burnish.rollout.builtin.sampling import Drawn, draw, uniforms
-from burnish.rollout.running import Decode, LocalGenerator, Running, StopRule
+from burnish.rollout.running import LocalGenerator, Running, StopRule
 
 # Share of free memory for the cache. Prefill and fragmentation take the rest.
 _SHARE_OF_FREE_MEMORY = 0.8
@@ -81,18 +82,32 @@ class SlotSequence(Running):
 class BuiltinGenerator(LocalGenerator[SlotSequence]):
     """Decode at most `slots` completions at once; "auto": as memory allows."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913
         self,
-        model: InferenceModel,
+        hf_config: PretrainedConfig,
         *,
         layout: Layout,
+        device: torch.device,
+        dtype: torch.dtype,
         slots: int | Literal["auto"],
         eos_token_ids: Sequence[int],
         decode: Decode | None = None,
+        max_length: int | None = None,
+        experts: bool = True,
+        lora: LoraConfig | None = None,
     ) -> None:
-        super().__init__(eos_token_ids, decode, model.max_positions)
-        self._model = model
+        """See `Generator`. Raises `IncompatibleError` if it cannot build the model, or layers of `lora` are missing."""
+        self._model = InferenceModel(hf_config, device=device, dtype=dtype, lora=lora)
+        limits = (max_length, self._model.max_positions)
+        super().__init__(
+            eos_token_ids, decode, min(filter(None, limits), default=None), experts=experts
+        )
         self._layout, self._slots = layout, slots
+
+    @property
+    def module(self) -> PreTrainedModel:
+        """transformers' model, with packed attention."""
+        return self._model.module
 
     def _maker(self, request: Request) -> Callable[..., SlotSequence]:
         return partial(SlotSequence, prompt=_SlotPrompt(request.token_ids))

@@ -25,9 +25,10 @@ from transformers import PretrainedConfig
 
 from burnish.boxes.shards import Publication, TensorSpec
 from burnish.config.schema import MOST_SLOTS
+from burnish.distributed.layout import Layout
 from burnish.errors import BurnishError, IncompatibleError
 from burnish.records import Floats
-from burnish.rollout.base import Sampling, Watch
+from burnish.rollout.base import Decode, Sampling, Watch
 from burnish.rollout.inference_engine import (
     EngineGenerator,
     EngineRequest,
@@ -38,7 +39,7 @@ from burnish.rollout.inference_engine import (
     whole_tensors,
     with_architectures,
 )
-from burnish.rollout.running import Decode, StopRule
+from burnish.rollout.running import StopRule
 
 _OLDEST = (0, 5, 23)
 _READ_BACK = "burnish.rollout.sglang.sglang_worker.write_parameters"
@@ -60,6 +61,7 @@ class SglangGenerator(EngineGenerator):
         self,
         hf_config: PretrainedConfig,
         *,
+        layout: Layout,
         device: torch.device,
         dtype: torch.dtype,
         slots: int | Literal["auto"],

@@ -25,12 +25,13 @@ from burnish.boxes.shards import Publication, Shard, TensorSpec
 from burnish.config.schema import MOST_SLOTS, LoraConfig
 from burnish.distributed.device import free_memory, total_memory
 from burnish.distributed.environment import environ_of_child
+from burnish.distributed.layout import Layout
 from burnish.errors import BurnishError, IncompatibleError, install, refusing
 from burnish.families import layers_with_experts
 from burnish.models.meta_init import model_sizes
 from burnish.models.names import tied_names
 from burnish.records import Experts, Floats
-from burnish.rollout.base import Sampling, Watch
+from burnish.rollout.base import Decode, Sampling, Watch
 from burnish.rollout.inference_engine import (
     EngineGenerator,
     EngineRequest,
@@ -41,7 +42,7 @@ from burnish.rollout.inference_engine import (
     whole_tensors,
     with_architectures,
 )
-from burnish.rollout.running import Decode, StopRule
+from burnish.rollout.running import StopRule
 
 _OLDEST, _BEYOND = (0, 28), (0, 34)
 # Defaults of environment variables. vLLM reads the first two after its import, and the next ones during it. Triton reads the last.
@@ -77,6 +78,7 @@ class VllmGenerator(EngineGenerator):
         self,
         hf_config: PretrainedConfig,
         *,
+        layout: Layout,
         device: torch.device,
         dtype: torch.dtype,
         slots: int | Literal["auto"],
@@ -104,7 +106,7 @@ class VllmGenerator(EngineGenerator):
             from burnish.models.lora.adapter_config import kinds_of, peft_config
 
             targets = kinds_of(target_weights(self._meta_model, lora))
-            require_adaptable(targets, hf_config, device, dtype)
+            self.require_adaptable(targets, hf_config, device, dtype)
             self._described = peft_config(lora, targets).to_dict()
             made = Adapter(self._meta_model, lora)
             specs = [TensorSpec(each.name, each.shape, dtype) for each in made.weights]
@@ -148,6 +150,50 @@ class VllmGenerator(EngineGenerator):
             self._engine: Any = vllm.LLMEngine.from_vllm_config(engine, disable_log_stats=True)
             if experts and device.type == "cpu":
                 self._call(self._worker.begin_recording)
+
+    @staticmethod
+    def require_supported(hf_config: PretrainedConfig, device: torch.device) -> None:
+        """Import vLLM in a child process; raise `IncompatibleError` if vLLM does not fit."""
+        ask = f"from {__name__} import supported; print(*supported({device.type!r}))"
+        asked = subprocess.run(
+            [sys.executable, "-c", ask],
+            env=environ_of_child(),
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        if asked.returncode:
+            raise IncompatibleError(
+                "vLLM cannot be used here",
+                have="\n".join(asked.stderr.split("\n")[-6:]),
+                do=f"{install('vllm')}, or set rollout.engine=builtin",
+            )
+        version, *known = asked.stdout.splitlines()[-1].split()
+        _require_class(with_architectures(hf_config), version, known)
+
+    @staticmethod
+    def require_adaptable(
+        targets: Sequence[str],
+        hf_config: PretrainedConfig,
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> None:
+        """Raise `IncompatibleError` for an adapter without vLLM kernel: of experts, on a CPU beside experts, on a GPU in fp32."""
+        if device.type != "cpu" and dtype == torch.float32:
+            raise IncompatibleError(
+                "vLLM does not compute an adapter beside the model in fp32 on a GPU",
+                have="engine.precision: fp32, model.lora.publish: adapter",
+                want="bf16, or weights with the adapter merged into them",
+                do="set engine.precision=bf16 or model.lora.publish=merged",
+            )
+        mixture = bool(model_sizes(hf_config).experts)
+        if any("." in each for each in targets) or (mixture and device.type == "cpu"):
+            raise IncompatibleError(
+                "vLLM does not compute this adapter beside the model",
+                have=f"model.lora.targets: {', '.join(targets)}",
+                want="linear layers, and on a CPU a model without experts",
+                do="set model.lora.publish=merged",
+            )
 
     def _complete(
         self,
@@ -318,27 +364,6 @@ def set_processor(engine: Any) -> None:
         engine.model_config.logits_processors = [PROCESSORS[1]]
 
 
-def require_adaptable(
-    targets: Sequence[str], hf_config: PretrainedConfig, device: torch.device, dtype: torch.dtype
-) -> None:
-    """Raise `IncompatibleError` for an adapter without vLLM kernel: of experts, on a CPU beside experts, on a GPU in fp32."""
-    if device.type != "cpu" and dtype == torch.float32:
-        raise IncompatibleError(
-            "vLLM does not compute an adapter beside the model in fp32 on a GPU",
-            have="engine.precision: fp32, model.lora.publish: adapter",
-            want="bf16, or weights with the adapter merged into them",
-            do="set engine.precision=bf16 or model.lora.publish=merged",
-        )
-    mixture = bool(model_sizes(hf_config).experts)
-    if any("." in each for each in targets) or (mixture and device.type == "cpu"):
-        raise IncompatibleError(
-            "vLLM does not compute this adapter beside the model",
-            have=f"model.lora.targets: {', '.join(targets)}",
-            want="linear layers, and on a CPU a model without experts",
-            do="set model.lora.publish=merged",
-        )
-
-
 def _imported(device: torch.device) -> Any:
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
@@ -358,26 +383,6 @@ def supported(device: str) -> list[str]:
     """Return vLLM's version and the model classes that it has. Call it in its own process."""
     vllm = _imported(torch.device(device))
     return [vllm.__version__, *vllm.ModelRegistry.get_supported_archs()]
-
-
-def require_supported(hf_config: PretrainedConfig, device: torch.device) -> None:
-    """Import vLLM in a child process; raise `IncompatibleError` if vLLM does not fit."""
-    ask = f"from {__name__} import supported; print(*supported({device.type!r}))"
-    asked = subprocess.run(
-        [sys.executable, "-c", ask],
-        env=environ_of_child(),
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    if asked.returncode:
-        raise IncompatibleError(
-            "vLLM cannot be used here",
-            have="\n".join(asked.stderr.split("\n")[-6:]),
-            do=f"{install('vllm')}, or set rollout.engine=builtin",
-        )
-    version, *known = asked.stdout.splitlines()[-1].split()
-    _require_class(with_architectures(hf_config), version, known)
 
 
 def _require_class(config: PretrainedConfig, version: str, known: Iterable[str]) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -99,8 +100,9 @@ def full_rank(layout: Layout) -> str:
     mesh = MegatronMesh.of(config, CPU)
     if layout.rank == layout.world - 1:
         mesh = replace(mesh, arena=Full(CPU))
-    with pytest.raises(BurnishError) as caught:
-        MegatronEngine(tiny_config("qwen3"), config, OPTIM, layout=layout, device=CPU, mesh=mesh)
+    full = patch.object(MegatronMesh, "of", return_value=mesh)
+    with full, pytest.raises(BurnishError) as caught:
+        MegatronEngine(tiny_config("qwen3"), config, OPTIM, layout=layout, device=CPU)
     return str(caught.value)
 
 

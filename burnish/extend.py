@@ -1,0 +1,187 @@
+"""The extensions of each kind: the only table from names to `module:object`.
+
+A setting names an extension in one of three ways: a built-in name, the name of an entry point in the kind's group
+(`burnish.engines`) of an installed distribution, or a class of one's own as `file.py:Class` or `module:Class`.
+Nothing is imported before a setting asks for it.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from types import FunctionType
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+from burnish.errors import UsageError, few
+from burnish.functions import did_you_mean, load_function
+
+if TYPE_CHECKING:  # a table knows its protocol by name, so that nothing is loaded with it
+    from burnish.engines.base import Engine
+    from burnish.rollout.base import Generator
+    from burnish.tracking.trackers import Tracker
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Table(Generic[T]):
+    """The extensions of one kind. `T` is what `load` returns."""
+
+    kind: str
+    """What errors call one: `engine`. The group of entry points is its plural, `burnish.engines`."""
+    protocol: str
+    """`module:Class` of the protocol, which says how one is made and what it does."""
+    builtins: Mapping[str, str]
+    """`module:Class` by built-in name."""
+
+    def target(self, name: str, setting: str) -> str:
+        """Return the `module:Class` or `file.py:Class` that a name stands for. Import nothing of it.
+
+        Entry points are read only for a name that is neither built in nor a class of one's own. Raises `UsageError`
+        for an unknown name, and for one that two distributions register.
+        """
+        if name in self.builtins:
+            return self.builtins[name]
+        if ":" in name:
+            return name
+        installed = self._installed()
+        targets = installed.get(name, {})
+        if len(targets) == 1:
+            return next(iter(targets))
+        if targets:
+            raise UsageError(
+                f"{setting}: two distributions register the {self.kind} {name}",
+                have=" and ".join(f"{target} of {owner}" for target, owner in targets.items()),
+                want="one of them",
+                do=f"uninstall the other, or set {setting} to module:Class",
+            )
+        known = [*self.builtins, *installed]
+        raise UsageError(
+            f"{setting}: there is no {self.kind} {name}",
+            have=repr(name),
+            want=f"{', '.join(known)}, file.py:Class or module:Class",
+            do=did_you_mean(name, known)
+            or f"correct {setting}, or install the package that registers it in the entry points burnish.{self.kind}s",
+        )
+
+    def load(self, name: str, setting: str, asked: Collection[str] = ()) -> T:
+        """Import the class that `setting` names.
+
+        Raises `UsageError` for one that lacks methods of the protocol, or whose constructor does not take the protocol's
+        arguments. Those with a default are needed only if they are in `asked`.
+        """
+        found: Any = load_function(self.target(name, setting), setting)
+        if name not in self.builtins:
+            protocol: Any = load_function(self.protocol, setting)
+            lacking = "; ".join(_lacking(found, protocol, asked))
+            if lacking:
+                raise self._misfit(name, setting, lacking)
+        return found
+
+    def require_complete(self, made: object, name: str, setting: str) -> None:
+        """Raise `UsageError` if an object of the class that `name` names lacks attributes of the protocol."""
+        protocol: Any = load_function(self.protocol, setting)
+        missing = [each for each in _attributes(protocol) if not _has(made, each)]
+        if missing:
+            raise self._misfit(name, setting, f"no attributes {few(missing)}")
+
+    def _misfit(self, name: str, setting: str, lacking: str) -> UsageError:
+        home, _, protocol = self.protocol.rpartition(":")
+        return UsageError(
+            f"{setting}: {name} cannot be used as {self.kind}",
+            have=lacking,
+            want=f"what {home}.{protocol} describes",
+            do=f"add it, or let the class inherit from {protocol} or from a built-in one",
+        )
+
+    def _installed(self) -> dict[str, dict[str, str]]:
+        """Return the entry points by name: each `module:Class` with its distribution."""
+        from importlib.metadata import entry_points
+
+        found: dict[str, dict[str, str]] = {}
+        for each in entry_points(group=f"burnish.{self.kind}s"):
+            owner = each.dist.name if each.dist else "an unknown distribution"
+            found.setdefault(each.name, {})[f"{each.module}:{each.attr}"] = owner
+        return found
+
+
+def _lacking(found: Any, protocol: Any, asked: Collection[str]) -> Iterator[str]:
+    if not isinstance(found, type):
+        yield f"a {type(found).__name__}, which is no class"
+        return
+    if not hasattr(found, "__getattr__"):  # one that passes calls on is believed
+        abstract = getattr(found, "__abstractmethods__", ())
+        methods = [each for each in _methods(protocol) if not hasattr(found, each)]
+        methods += [each for each in _methods(protocol) if each in abstract]
+        if methods:
+            yield f"no methods {few(methods)}"
+    parameters = [*inspect.signature(protocol).parameters.values()]
+    needed = [each for each in parameters if each.default is each.empty or each.name in asked]
+    keywords = {each.name: each for each in needed if each.kind is each.KEYWORD_ONLY}
+    positional = [each for each in needed if each.kind is each.POSITIONAL_OR_KEYWORD]
+    try:
+        inspect.signature(found).bind(*positional, **keywords)
+    except (TypeError, ValueError) as error:
+        names = ", ".join(each.name for each in needed)
+        yield f"a constructor that does not take {names} ({error})"
+
+
+def _methods(protocol: Any) -> list[str]:
+    """Return the public methods of a protocol."""
+    return [
+        name
+        for base in protocol.__mro__
+        for name, value in vars(base).items()
+        if not name.startswith("_") and isinstance(value, staticmethod | FunctionType)
+    ]
+
+
+def _attributes(protocol: Any) -> list[str]:
+    """Return the public attributes that a protocol declares."""
+    return [
+        name
+        for base in protocol.__mro__
+        for name in vars(base).get("__annotations__", ())
+        if not name.startswith("_")
+    ]
+
+
+def _has(made: object, name: str) -> bool:
+    return hasattr(type(made), name) or hasattr(made, name)
+
+
+ENGINES: Table[type[Engine]] = Table(
+    "engine",
+    "burnish.engines.base:Engine",
+    {
+        "torch": "burnish.engines.torch.torch_engine:TorchEngine",
+        "megatron": "burnish.engines.megatron.megatron_engine:MegatronEngine",
+    },
+)
+"""Values of `engine.kind`."""
+
+GENERATORS: Table[type[Generator]] = Table(
+    "generator",
+    "burnish.rollout.base:Generator",
+    {
+        "builtin": "burnish.rollout.builtin.generator:BuiltinGenerator",
+        "vllm": "burnish.rollout.vllm.vllm_generator:VllmGenerator",
+        "sglang": "burnish.rollout.sglang.sglang_generator:SglangGenerator",
+        "openai": "burnish.rollout.openai:EndpointGenerator",
+    },
+)
+"""Values of `rollout.engine`. `openai` is made otherwise: it has no model."""
+
+TRACKERS: Table[type[Tracker]] = Table(
+    "tracker",
+    "burnish.tracking.trackers:Tracker",
+    {
+        "tensorboard": "burnish.tracking.services:TensorBoardTracker",
+        "wandb": "burnish.tracking.services:WandbTracker",
+        "mlflow": "burnish.tracking.services:MlflowTracker",
+        "trackio": "burnish.tracking.services:TrackioTracker",
+        "swanlab": "burnish.tracking.services:SwanlabTracker",
+    },
+)
+"""Values of `tracking.trackers`."""
