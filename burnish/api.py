@@ -28,7 +28,6 @@ from burnish.distributed.environment import die_with_agent, place_of
 from burnish.distributed.layout import Layout
 from burnish.errors import MissingError, StoppedError, UsageError
 from burnish.files.hub import HubPlace
-from burnish.files.remote import Remote
 from burnish.files.safetensors import ADAPTER_CONFIG
 from burnish.functions import name_of
 from burnish.launch.failures import forget_failures, note_failure, refuse_failing_alike
@@ -84,7 +83,8 @@ def load_config(config: Config, **settings: Any) -> RunConfig:
 def _loaded(config: Config, settings: Mapping[str, Any]) -> RunConfig:
     """Load settings, in which `data` may hold objects of the `datasets` library."""
     if "datasets" in sys.modules:
-        with_stored = import_module("burnish.data.in_memory").with_stored
+        from burnish.data.in_memory import with_stored
+
         settings = with_stored(settings)
         config = with_stored(config) if isinstance(config, Mapping) else config
     return load_settings(config, settings)
@@ -164,9 +164,10 @@ def run_command(
     place = place_of(os.environ)
     layout, logs = place.layout, RunDirectory(config.directory).logs
     if command != "eval" and config.distributed.min_processes is not None:
-        elastic = import_module("burnish.launch.elastic")
-        planner = partial(elastic.planner_of, config, command)
-        engine = elastic.adapted(planner, config.engine, layout)
+        from burnish.launch.elastic import adapted, planner_of
+
+        planner = partial(planner_of, config, command)
+        engine = adapted(planner, config.engine, layout)
         config = config.model_copy(update={"engine": engine})
     config, remarks = prepare(config, command, layout.world, run_dir)
     if layout.is_main and command != "eval":
@@ -237,6 +238,8 @@ def prepare(
     config = RunConfig.model_validate(values)
     if command != "eval":
         if config.mirror_url is not None:
+            from burnish.files.remote import Remote
+
             Remote(config.mirror_url).connect()
         require_own_directory(RunDirectory(config.directory), RunIdentity(command, config))
     return config, remarks

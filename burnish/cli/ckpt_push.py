@@ -12,7 +12,7 @@ from burnish.checkpoint.steps import CommittedStep, verify_files
 from burnish.checkpoint.write_plan import MODEL
 from burnish.cli.ckpt import Report, Say, one_step
 from burnish.errors import MissingError, UsageError, bytes_text
-from burnish.files.hub import push
+from burnish.files.hub_files import push
 from burnish.version import __version__
 
 

@@ -19,9 +19,9 @@ from burnish.checkpoint.tools.importing import ForeignCheckpoint, hugging_face, 
 from burnish.checkpoint.write_plan import MODEL
 from burnish.cli.ckpt import Report, Say, is_step, one_step
 from burnish.errors import UsageError, bytes_text, count_text
-from burnish.files.cache import copied, select
 from burnish.files.hub import is_elsewhere
 from burnish.files.remote import Remote
+from burnish.files.remote_copy import copied, select
 from burnish.files.safetensors import SUFFIX
 from burnish.runs.download_inputs import local_directory
 from burnish.tracking.progress import Progress

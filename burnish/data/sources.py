@@ -220,7 +220,7 @@ def matching_files(path: str, setting: str) -> list[Path]:
         )
     found = [plain]
     if not plain.is_file():
-        from burnish.data.splits import entry_files
+        from burnish.data.entries import entry_files
 
         with of_setting(setting):
             found, notice = entry_files(path, setting)

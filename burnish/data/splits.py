@@ -19,9 +19,10 @@ from typing import Any, NamedTuple
 
 from burnish.data.columns import READERS, is_data
 from burnish.errors import MissingError, UsageError, few, refusing
-from burnish.files.cache import Selected, matches, select
-from burnish.files.hub import FORMS, HubPlace, local_part
+from burnish.files.hub import FORMS
+from burnish.files.hub_files import HubFiles
 from burnish.files.remote import Remote, RetryPolicy
+from burnish.files.remote_copy import Selected, matches, select
 
 _CARD = "README.md"
 _CONFIGS = re.compile(rb"\A\s*---\s*\n(?:(?!---).*\n)*?configs:")
@@ -45,14 +46,6 @@ _Read = Callable[[str], bytes]
 """Returns a file's content, by name."""
 
 
-class EntryFiles(NamedTuple):
-    """The local files of an entry."""
-
-    files: list[Path]
-    notice: str
-    """A sentence about files that are left out, or that are read although their names speak against it; "" for neither."""
-
-
 class FolderFiles(NamedTuple):
     """The files of an entry behind a URL."""
 
@@ -61,28 +54,24 @@ class FolderFiles(NamedTuple):
     """As in `EntryFiles`."""
 
 
-def entry_files(path: str, setting: str) -> EntryFiles:
-    """Return the local files of an entry: a file, a folder, a folder's split, or a pattern.
+def local_folder_files(folder: Path, part: str, setting: str) -> tuple[list[Path], str]:
+    """Return the files of a local folder, or of its split, and a notice as `EntryFiles` has it."""
+    names = sorted(_walk(folder))
+    chosen, notice = _in_folder(
+        str(folder), part, setting, names, lambda name: (folder / name).read_bytes()
+    )
+    return [folder / name for name in chosen], notice
 
-    Raises `MissingError` for a folder without the split, and `UsageError` for an incomplete one.
-    """
-    folder, part = local_part(path)
-    if folder.is_dir():
-        names = sorted(_walk(folder))
-        chosen, notice = _in_folder(
-            str(folder), part, setting, names, lambda name: (folder / name).read_bytes()
-        )
-        return EntryFiles([folder / name for name in chosen], notice)
-    if folder.exists():
-        return EntryFiles([folder], "")
-    found = [
-        name for name in sorted(glob.glob(str(folder), recursive=True)) if Path(name).is_file()
-    ]
-    return EntryFiles([Path(name) for name in found], _contrary(path, setting, found))
+
+def pattern_files(path: str, pattern: Path, setting: str) -> tuple[list[Path], str]:
+    """Return the local files that match a pattern, and a notice as `EntryFiles` has it."""
+    names = sorted(glob.glob(str(pattern), recursive=True))
+    found = [name for name in names if Path(name).is_file()]
+    return [Path(name) for name in found], _contrary(path, setting, found)
 
 
 def folder_files(url: str, setting: str, policy: RetryPolicy | None = None) -> FolderFiles:
-    """Select the files of an entry that is a URL, as `entry_files` does."""
+    """Select the files of an entry that is a URL, as `entry_files` does for local ones."""
     remote, part = Remote(url, policy), ""
     if remote.url.path and remote.stat() is not None:
         return FolderFiles(select(remote, is_data), "")
@@ -104,16 +93,16 @@ def folder_files(url: str, setting: str, policy: RetryPolicy | None = None) -> F
     return FolderFiles(Selected(remote, tuple(by_name[name] for name in chosen)), notice)
 
 
-def split_files(place: HubPlace, setting: str) -> dict[str, int]:
-    """Return the files and sizes of a place of the hub. Downloads the data set's card.
+def split_files(hub: HubFiles, setting: str) -> dict[str, int]:
+    """Return the files and sizes of an entry of the hub. Downloads the data set's card.
 
     Raises `MissingError` for an unknown subset, split or path, and `UsageError` for other kinds of file.
     """
-    listed = place.files()
+    place, listed = hub.place, hub.files()
     if place.path:
         names = _below(place.path, list(listed))
     else:
-        root = place.fetch([name for name in listed if name == _CARD])
+        root = hub.fetch([name for name in listed if name == _CARD])
         card = (root / _CARD).read_bytes() if _CARD in listed else b""
         base = str(replace(place, part="", revision=""))
         subset, splits = _by_datasets(base, place.part, list(listed), card)

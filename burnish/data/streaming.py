@@ -33,6 +33,7 @@ from burnish.distributed.layout import Layout
 from burnish.errors import UsageError, of_setting, refusing
 from burnish.files.cache import cache_root, made_once
 from burnish.files.hub import HubPlace
+from burnish.files.hub_files import HubFiles
 from burnish.files.remote import Remote, begun
 from burnish.files.urls import Url, is_url
 from burnish.records import Example
@@ -58,7 +59,7 @@ logger = logging.getLogger(__name__)
 class StreamedFile:
     """A file of rows."""
 
-    source: Remote | HubPlace
+    source: Remote | HubFiles
     name: str
     """Path below the source."""
     size: int
@@ -367,9 +368,9 @@ class StreamLoader(Loader):
 
 def _shards(path: str, setting: str) -> Iterator[StreamedFile]:
     if hub := HubPlace.of(path, "dataset"):
-        hub = hub.at_commit()
-        for name, size in split_files(hub, setting).items():
-            yield StreamedFile(hub, name, size, hub.revision)
+        files = HubFiles.of(hub)
+        for name, size in split_files(files, setting).items():
+            yield StreamedFile(files, name, size, files.place.revision)
         return
     if is_url(path):
         with of_setting(setting):

@@ -5,25 +5,25 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Mapping
-from importlib import import_module
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from burnish.config.schema import ModelConfig, RewardModelConfig, RunConfig
-from burnish.data.splits import folder_files, split_files
 from burnish.distributed.collectives import agree, from_main
 from burnish.distributed.device import has_bf16_products
 from burnish.distributed.environment import place_of
 from burnish.distributed.layout import Layout
 from burnish.errors import MissingError, UsageError, of_setting
-from burnish.files.cache import Watch, copied, local_files
 from burnish.files.hub import HubPlace, is_elsewhere
 from burnish.files.safetensors import ADAPTER_CONFIG
 from burnish.files.urls import is_url
 from burnish.tracking.progress import Progress
 from burnish.runs.hub_revisions import beginning, hub_entries, pin
+
+if TYPE_CHECKING:
+    from burnish.files.remote_copy import Watch
 
 _SMALL_FILE = 256 << 20
 """Most bytes of a data set's file that a dry run downloads."""
@@ -113,16 +113,22 @@ def _copy_all(
 
 def _data(entry: str, setting: str, watch: Watch | None, *, only_small: bool) -> list[str]:
     if place := HubPlace.of(entry, "dataset"):
+        from burnish.data.splits import split_files
+        from burnish.files.hub_files import HubFiles
+
         with of_setting(setting):
-            place = place.at_commit()
-            sizes = split_files(place, setting)
+            hub = HubFiles.of(place)
+            sizes = split_files(hub, setting)
             names = list(sizes)[:1] if only_small else list(sizes)
             if only_small and sizes[names[0]] > _SMALL_FILE:
                 return [entry]
-            root = place.fetch(names, shown=watch is not None)
+            root = hub.fetch(names, shown=watch is not None)
         return [str(root / name) for name in names]
     if only_small or not is_url(entry):
         return [entry]
+    from burnish.data.splits import folder_files
+    from burnish.files.remote_copy import copied
+
     with of_setting(setting):
         selected, notice = folder_files(entry, setting)
     if notice:
@@ -142,8 +148,9 @@ def _with_adapter(model: ModelConfig) -> ModelConfig:
             want=f"a directory with {ADAPTER_CONFIG}, for as long as the run goes on",
             do="set model.lora.path to such a directory",
         )
-    adapter_config = import_module("burnish.models.lora.adapter_config")
-    return adapter_config.with_adapter(model, described.read_bytes())
+    from burnish.models.lora.adapter_config import with_adapter
+
+    return with_adapter(model, described.read_bytes())
 
 
 def local_directory(place: str, watch: Watch | None = None, *, weights: bool = True) -> Path:
@@ -155,12 +162,22 @@ def local_directory(place: str, watch: Watch | None = None, *, weights: bool = T
 
     hub = HubPlace.of(place, "model")
     if hub is None:
+        from burnish.files.remote_copy import local_files
+
         return local_files(place, wanted, watch)[0].parent
-    hub, folder = hub.at_commit(), PurePosixPath(hub.path)
-    names = [str(folder / name) for name in hub.names() if wanted(name)]
-    return hub.fetch(names, shown=watch is not None) / folder
+    from burnish.files.hub_files import HubFiles
+
+    files, folder = HubFiles.of(hub), PurePosixPath(hub.path)
+    names = [str(folder / name) for name in files.names() if wanted(name)]
+    return files.fetch(names, shown=watch is not None) / folder
 
 
 def _file(url: str, watch: Watch | None) -> Path:
     hub = HubPlace.of(url, "model")
-    return local_files(url, lambda name: False, watch)[0] if hub is None else hub.file("")
+    if hub is None:
+        from burnish.files.remote_copy import local_files
+
+        return local_files(url, lambda name: False, watch)[0]
+    from burnish.files.hub_files import HubFiles
+
+    return HubFiles.of(hub).file("")

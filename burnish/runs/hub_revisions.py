@@ -11,15 +11,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from burnish.checkpoint.destinations.remote_steps import RemotePath
 from burnish.checkpoint.steps import step_number
-from burnish.checkpoint.tools.listing import newest_step
 from burnish.config.document import recorded
 from burnish.config.schema import RunConfig
 from burnish.errors import MissingError, of_setting
 from burnish.files.hub import HubPlace, Kind
-from burnish.files.remote import Remote
-from burnish.files.urls import Url
 from burnish.tracking.rundir import CHECKPOINTS, LATEST, RunDirectory
 
 _CONFIG_LIMIT = 16 << 20
@@ -46,7 +42,11 @@ def at_newest_steps(values: Mapping[str, Any], run_dir: Path | None = None) -> R
         if before.startswith(f"{root}/") and Path(before).is_dir():
             section[key] = before
             continue
-        step = Path(newest_step(root).path) if root.name == CHECKPOINTS else root
+        step = root
+        if root.name == CHECKPOINTS:
+            from burnish.checkpoint.tools.listing import newest_step
+
+            step = Path(newest_step(root).path)
         own = step / "critic" / "model"
         is_critic = section is values["critic"] and own.is_dir()
         section[key] = str(own if is_critic else step / "model")
@@ -86,6 +86,10 @@ def beginning(
         return recorded(path).model_dump()
     if mirror is None:
         return None
+    from burnish.checkpoint.destinations.remote_steps import RemotePath
+    from burnish.files.remote import Remote
+    from burnish.files.urls import Url
+
     try:
         content = Remote(mirror).read(path.name, _CONFIG_LIMIT)
     except MissingError:
@@ -107,8 +111,10 @@ def pin(values: Mapping[str, Any], before: Mapping[str, Any] | None, *, ask: boo
             _log.info("%s stays at commit %s, with which the run began", place, commit)
             section[key] = str(replace(place, revision=commit))
         elif ask:
+            from burnish.files.hub_files import HubFiles
+
             with of_setting(setting):
-                found = place.at_commit()
+                found = HubFiles.of(place).place
             _log.info("%s is at commit %s", place, found.commit)
             section[key] = str(found)
 

@@ -16,7 +16,7 @@ from typing import Any
 from burnish.config.constraints import Command
 from burnish.config.schema import CriticConfig, EngineConfig, ModelConfig, RewardConfig, RunConfig
 from burnish.data.columns import READERS
-from burnish.data.splits import entry_files, folder_files, split_files
+from burnish.data.entries import entry_files
 from burnish.distributed.environment import place_of
 from burnish.errors import (
     BurnishError,
@@ -28,8 +28,7 @@ from burnish.errors import (
     of_setting,
     together,
 )
-from burnish.files.hub import FORMS, HubPlace, Kind
-from burnish.files.remote import Remote, RetryPolicy
+from burnish.files.hub import FORMS, HubPlace, Kind, is_elsewhere
 from burnish.files.safetensors import ADAPTER_CONFIG
 from burnish.files.urls import is_url
 from burnish.functions import no_function
@@ -39,14 +38,10 @@ _CONFIG = "config.json"
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 """A tokenizer's directory holds at least one of these."""
 
-_CONFIG_LIMIT = 1 << 24
 _SERVICES = frozenset({"wandb", "mlflow", "trackio", "swanlab"})
 """Trackers that need the package of the same name."""
 _ENGINES = {"vllm": "vLLM", "sglang": "SGLang"}
 """Inference engines that need their own package, by package."""
-
-# A user should see soon that a service is down or a host does not exist.
-_PATIENCE = RetryPolicy(seconds=20)
 
 
 def require_inputs(config: RunConfig, command: Command, run_dir: Path | None = None) -> None:
@@ -86,10 +81,10 @@ def is_asked_here(place: str, kind: Kind) -> bool:
 
 def data_sizes(path: str, setting: str) -> list[int]:
     """Return the sizes of an entry's files, local or remote."""
-    if hub := HubPlace.of(path, "dataset"):
-        return list(split_files(hub.at_commit(), setting).values())
-    if is_url(path):
-        return [file.size for file in folder_files(path, setting, _PATIENCE).selected.files]
+    if is_elsewhere(path, "dataset"):
+        from burnish.runs.remote_inputs import remote_data_sizes
+
+        return remote_data_sizes(path, setting)
     return [file.stat().st_size for file in entry_files(path, setting).files]
 
 
@@ -112,13 +107,11 @@ def model_fields(model: ModelConfig) -> dict[str, Any]:
 
 def small_file(place: str, name: str) -> bytes:
     """Return a small file of a directory, local or remote; for "" the place itself."""
-    if hub := HubPlace.of(place, "model"):
-        return hub.file(name).read_bytes()
-    place = f"{place.rstrip('/')}/{name}" if name else place
-    if is_url(place):
-        remote = Remote(place)
-        return remote.parent().read(remote.url.name, _CONFIG_LIMIT)
-    path = Path(place).expanduser()
+    if is_elsewhere(place):
+        from burnish.runs.remote_inputs import remote_small_file
+
+        return remote_small_file(place, name)
+    path = Path(place, name).expanduser() if name else Path(place).expanduser()
     if not path.is_file():
         raise MissingError(
             f"there is no file {path}",
@@ -159,11 +152,11 @@ def _models(
 
 def _directory(path: str, setting: str, members: Sequence[str]) -> Iterator[BurnishError]:
     folder, wanted = Path(path).expanduser(), " or ".join(members)
-    if hub := HubPlace.of(path, "model"):
-        with of_setting(setting):
-            names = hub.at_commit().names()
-    elif is_url(path):
-        names = Remote(path, _PATIENCE).names()
+    hub = HubPlace.of(path, "model")
+    if is_elsewhere(path):
+        from burnish.runs.remote_inputs import remote_names
+
+        names = remote_names(path, setting)
     elif folder.is_dir():
         names = sorted(each.name for each in folder.iterdir())
     else:
@@ -193,12 +186,10 @@ def _directory(path: str, setting: str, members: Sequence[str]) -> Iterator[Burn
 
 
 def _file(path: str, setting: str) -> Iterator[BurnishError]:
-    if path.startswith("hf://") and (hub := HubPlace.of(path, "model")):
-        have = "" if hub.path in (names := hub.at_commit().files()) else few(list(names))
-    elif is_url(path):
-        remote = Remote(path, _PATIENCE)
-        is_there, folder = remote.stat() is not None, remote.parent()
-        have = "" if is_there else f"{folder} with {few(folder.names()) or 'nothing'}"
+    if is_url(path):
+        from burnish.runs.remote_inputs import beside_missing_file
+
+        have = beside_missing_file(path)
     else:
         file = Path(path).expanduser()
         have = "" if file.is_file() else neighbours(file)

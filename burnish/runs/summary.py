@@ -22,7 +22,7 @@ from burnish.config.schema import (
     RunConfig,
     SamplingConfig,
 )
-from burnish.data.splits import entry_files
+from burnish.data.entries import entry_files
 from burnish.errors import BurnishError, UsageError, bytes_text, count_text, table
 from burnish.families import ModelShape
 from burnish.files.hub import is_elsewhere

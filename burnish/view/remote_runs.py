@@ -14,6 +14,7 @@ from typing import Self
 from burnish.errors import BurnishError, MissingError
 from burnish.files.cache import cache_root
 from burnish.files.hub import HubPlace
+from burnish.files.hub_files import HubFiles
 from burnish.files.remote import Remote, RetryPolicy
 from burnish.tracking.rundir import write_atomically
 
@@ -40,14 +41,14 @@ class RunCopies:
         self._content: Callable[[str], bytes]
         hub = HubPlace.of(url, "dataset") if url.startswith("hf://") else None
         if hub is not None:
-            place = hub.at_commit()
-            below = f"{place.path}/" if place.path else ""
+            files = HubFiles.of(hub)
+            below = f"{hub.path}/" if hub.path else ""
             self._versions = lambda: {
                 name.removeprefix(below): str(size)
-                for name, size in place.files().items()
+                for name, size in files.files().items()
                 if name.startswith(below)
             }
-            self._content = lambda name: place.file(name).read_bytes()
+            self._content = lambda name: files.file(name).read_bytes()
         else:
             remote = Remote(url, _POLICY)
             self._versions = lambda: {

@@ -14,8 +14,9 @@ import pytest
 
 import burnish
 from burnish.config.schema import RunConfig
+from burnish.data.entries import entry_files
 from burnish.data.sources import load_rows
-from burnish.data.splits import entry_files, folder_files
+from burnish.data.splits import folder_files
 from burnish.data.streaming import open_rows
 from burnish.errors import BurnishError, MissingError, UsageError
 from burnish.files.remote import Remote

@@ -11,6 +11,7 @@ from hub_server import HubServer, hub_variables, running_hub
 from burnish.data.splits import split_files
 from burnish.errors import MissingError, UsageError
 from burnish.files.hub import HubPlace
+from burnish.files.hub_files import HubFiles
 
 CARD = b"""---
 configs:
@@ -55,7 +56,7 @@ def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HubServer]:
 def files(text: str, setting: str = "data.train") -> dict[str, int]:
     place = HubPlace.of(text, "dataset")
     assert place is not None
-    return split_files(place.at_commit(), setting)
+    return split_files(HubFiles.of(place), setting)
 
 
 @pytest.mark.parametrize(

@@ -24,9 +24,10 @@ from s3_server import S3Server
 
 from burnish.distributed.layout import Layout
 from burnish.errors import BurnishError, MissingError, UsageError
-from burnish.files import cache as module
-from burnish.files.cache import Selected, copied, made_once, select
+from burnish.files import remote_copy as module
+from burnish.files.cache import made_once
 from burnish.files.remote import Remote, RemoteFile, RetryPolicy
+from burnish.files.remote_copy import Selected, copied, select
 
 PIECE = 4 << 20
 number = itertools.count()
@@ -170,7 +171,7 @@ COPY = """
     import signal, sys, time
     from pathlib import Path
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
-    from burnish.files.cache import copied, select
+    from burnish.files.remote_copy import copied, select
     from burnish.files.remote import Remote
     print(copied(select(Remote(sys.argv[1]), lambda name: True)), flush=True)
 """

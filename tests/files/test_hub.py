@@ -11,7 +11,9 @@ from hub_server import TOKEN, HubServer, hub_variables, running_hub
 
 from burnish.errors import BurnishError, CorruptError, MissingError, UsageError
 from burnish.files import hub as hubs
+from burnish.files import hub_files
 from burnish.files.hub import HubPlace
+from burnish.files.hub_files import HubFiles
 from burnish.files.remote import RetryPolicy
 
 MODEL = {
@@ -24,7 +26,7 @@ MODEL = {
 
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[HubServer]:
-    monkeypatch.setattr(hubs, "_POLICY", RetryPolicy(tries=3, first_pause=0.01, silence=1e6))
+    monkeypatch.setattr(hub_files, "_POLICY", RetryPolicy(tries=3, first_pause=0.01, silence=1e6))
     repositories = {"models/me/tiny": dict(MODEL), "models/me/other": dict(MODEL)}
     with (
         running_hub(repositories) as server,
@@ -92,8 +94,8 @@ def test_what_exists_here_is_a_path(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_files_come_once_and_then_from_the_cache(hub: HubServer) -> None:
-    pinned = place("me/tiny").at_commit()
-    assert pinned.commit == hub.commit("models/me/tiny")
+    pinned = HubFiles.of(place("me/tiny"))
+    assert pinned.place.commit == hub.commit("models/me/tiny")
     assert pinned.files() == {name: len(data) for name, data in MODEL.items()}
     assert pinned.names() == ["config.json", "model.safetensors", "pytorch_model.bin"]
     wanted = ["config.json", "model.safetensors", "nested/a [file].txt"]
@@ -101,14 +103,14 @@ def test_files_come_once_and_then_from_the_cache(hub: HubServer) -> None:
     assert {name: (root / name).read_bytes() for name in wanted} == {n: MODEL[n] for n in wanted}
     assert not (root / "pytorch_model.bin").exists()
     hub.asked.clear()
-    assert place("me/tiny").at_commit() == pinned
+    assert HubFiles.of(place("me/tiny")) == pinned
     assert pinned.fetch(wanted) == root
     assert place("hf://me/tiny/nested").file("a [file].txt").read_bytes() == b"nested"
     assert hub.asked == []
 
 
 def test_a_range_of_a_file_that_the_cache_has_in_part_is_refused(hub: HubServer) -> None:
-    pinned = place("me/tiny").at_commit()
+    pinned = HubFiles.of(place("me/tiny"))
     file = pinned.fetch(["model.safetensors"]) / "model.safetensors"
     got = memoryview(bytearray(90))
     pinned.read_into(file.name, got, 5)
@@ -120,8 +122,8 @@ def test_a_range_of_a_file_that_the_cache_has_in_part_is_refused(hub: HubServer)
 
 def test_the_oldest_ids_have_no_owner(hub: HubServer) -> None:
     hub.moved["models/gpt2"] = "models/me/tiny"
-    pinned = place("gpt2").at_commit()
-    assert pinned == HubPlace("model", "gpt2", str(hub.commit("models/me/tiny")))
+    pinned = HubFiles.of(place("gpt2"))
+    assert pinned.place == HubPlace("model", "gpt2", str(hub.commit("models/me/tiny")))
     assert pinned.file("model.safetensors").read_bytes() == MODEL["model.safetensors"]
     hub.asked.clear()
     assert place("gpt2").file("config.json").read_bytes() == b"{}"
@@ -129,7 +131,7 @@ def test_the_oldest_ids_have_no_owner(hub: HubServer) -> None:
 
 
 def test_a_revision_that_moves_leaves_a_commit_as_it_is(hub: HubServer) -> None:
-    first = place("me/tiny").at_commit()
+    first = HubFiles.of(place("me/tiny"))
     hub.repositories["models/me/tiny"] = MODEL | {"config.json": b"[]"}
     hub.branches["models/me/tiny", "refs/pr/1"] = {"config.json": b"[1]"}
     assert first.file("config.json").read_bytes() == b"{}"
@@ -140,15 +142,15 @@ def test_a_revision_that_moves_leaves_a_commit_as_it_is(hub: HubServer) -> None:
 
 
 def test_without_a_network_the_cache_serves(hub: HubServer) -> None:
-    root = place("me/tiny").at_commit().fetch(["config.json", "model.safetensors"])
+    root = HubFiles.of(place("me/tiny")).fetch(["config.json", "model.safetensors"])
     hub.asked.clear()
     with hub_variables(HF_HUB_OFFLINE="1"):
-        assert place("me/tiny").at_commit().fetch(["config.json", "model.safetensors"]) == root
+        assert HubFiles.of(place("me/tiny")).fetch(["config.json", "model.safetensors"]) == root
         for absent in ("me/tiny@v2", "me/other"):
             with pytest.raises(MissingError, match="HF_HUB_OFFLINE"):
-                place(absent).at_commit()
+                HubFiles.of(place(absent))
         with pytest.raises(MissingError, match="HF_HUB_OFFLINE"):
-            place("me/tiny").at_commit().fetch(["pytorch_model.bin"])
+            HubFiles.of(place("me/tiny")).fetch(["pytorch_model.bin"])
     assert hub.asked == []
 
 
@@ -160,26 +162,26 @@ def test_a_cache_that_has_no_list_of_files_serves(hub: HubServer, tmp_path: Path
         path.parent.mkdir(parents=True)
         path.write_text(text)
     with hub_variables(HF_HUB_OFFLINE="1"):
-        assert place("me/single").at_commit().fetch(["config.json"]) == root
+        assert HubFiles.of(place("me/single")).fetch(["config.json"]) == root
 
 
 def test_a_service_that_is_away_leaves_the_cache(hub: HubServer) -> None:
-    root = place("me/tiny").at_commit().fetch(["config.json"])
+    root = HubFiles.of(place("me/tiny")).fetch(["config.json"])
     with hub_variables(HF_ENDPOINT="http://127.0.0.1:9"):
-        assert place("me/tiny").at_commit().fetch(["config.json"]) == root
+        assert HubFiles.of(place("me/tiny")).fetch(["config.json"]) == root
         with pytest.raises(MissingError, match=r"127\.0\.0\.1:9"):
-            place("me/other").at_commit()
+            HubFiles.of(place("me/other"))
 
 
 def test_what_may_pass_is_tried_again(hub: HubServer) -> None:
     hub.failures = 2
-    pinned = place("me/tiny").at_commit()
+    pinned = HubFiles.of(place("me/tiny"))
     hub.cuts = 1
     root = pinned.fetch(["model.safetensors"])
     assert (root / "model.safetensors").read_bytes() == MODEL["model.safetensors"]
     hub.failures = 1000
     with pytest.raises(BurnishError):
-        place("me/other").at_commit()
+        HubFiles.of(place("me/other"))
 
 
 @pytest.mark.parametrize(
@@ -188,7 +190,7 @@ def test_what_may_pass_is_tried_again(hub: HubServer) -> None:
 def test_a_file_with_another_content_is_refused_and_not_kept(
     hub: HubServer, content: bytes
 ) -> None:
-    pinned = place("me/tiny").at_commit()
+    pinned = HubFiles.of(place("me/tiny"))
     hub.wrong["model.safetensors"] = content
     with pytest.raises(BurnishError):
         pinned.fetch(["model.safetensors"])

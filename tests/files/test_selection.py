@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from s3_server import S3Server
 
 from burnish.errors import MissingError
-from burnish.files.cache import select
 from burnish.files.remote import Remote
+from burnish.files.remote_copy import select
 
 number = itertools.count()
 TREE = (
