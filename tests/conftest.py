@@ -13,12 +13,12 @@ from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import TypeVar
 
-import fork_server
 import pytest
 from gcs_server import GcsServer, running_gcs
 from hdfs_server import HdfsServer, running_hdfs
 from hypothesis import HealthCheck, settings
 from s3_server import S3Server, running_s3
+from support.ranks import fork_server
 
 Server = TypeVar("Server", S3Server, GcsServer)
 

@@ -32,7 +32,7 @@ from failpoints import (
     StrikingList,
 )
 from power_loss import EXPORT_BYTES, finite_weights
-from ranks import RankFailed, run_ranks
+from support.ranks.processes import RankFailed, run_ranks
 
 from burnish.checkpoint.manager import Checkpoints
 from burnish.checkpoint.steps import open_step, verify

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from fault_proxy import FaultProxy
 from object_store import behind_proxy, serve
-from ports import free_port
+from support.ranks.ports import free_port
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Literal
 
 import pytest
-from ports import free_port
+from support.ranks.ports import free_port
 
 Node = Literal["namenode", "datanode"]
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from fork_server import with_given_path
+from support.ranks.fork_server import with_given_path
 
 PHASES = ("setup", "rollout", "reward", "update", "save", "publish")
 _PATIENCE_SECONDS = 400

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from checkpoints_for_tests import committed
-from fork_server import ANEW
 from served_runs import beside
+from support.ranks.fork_server import ANEW
 from training_files import Command, done, outcome, ranks
 
 from burnish.checkpoint.steps import verify

@@ -13,7 +13,7 @@ import pytest
 import torch
 from contracts.engine import LR, cut, loss, make_examples, whole
 from engines_for_tests import make_engine
-from ranks import run_ranks
+from support.ranks.processes import run_ranks
 from tiny import VOCAB
 from torch import Tensor
 

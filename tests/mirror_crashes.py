@@ -16,7 +16,7 @@ from threading import Lock
 
 from aftermath import Verdict
 from checkpoints_for_tests import BIG_SHAPES, committed, contents_of, fill_and_compare, make_state
-from fork_server import Forked
+from support.ranks.fork_server import Forked
 
 from burnish.checkpoint.destinations.mirror import Mirror, Sync
 from burnish.checkpoint.destinations.run_mirror import RunMirror

@@ -12,8 +12,8 @@ from aftermath import ONE, Verdict, resumable
 from checkpoints_for_tests import contents_of, fill_and_compare, make_state, save_once, shards_of
 from failpoints import EXPORTING, RESUMING, SAVING
 from faultfs import History, RecordingStorage, SharedRecordingStorage, fresh, write_out
-from ranks import run_ranks
 from safetensors.torch import load_file
+from support.ranks.processes import run_ranks
 
 from burnish.checkpoint.manager import Checkpoints
 from burnish.checkpoint.steps import open_step

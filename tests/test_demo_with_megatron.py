@@ -14,8 +14,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from ports import free_port
 from same_runs import assert_same
+from support.ranks.ports import free_port
 from training_files import done, metrics, ranks
 
 from burnish.config.load import load_config

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from ranks import run_ranks
+from support.ranks.processes import run_ranks
 
 from burnish.algorithms import policy_loss
 from burnish.algorithms.kl import adapted

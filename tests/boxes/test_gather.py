@@ -15,10 +15,10 @@ import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
-from nights import by_day, draws
 from pieces_for_tests import BF16, F32, random_layout
-from ranks import run_ranks
-from traffic import Traffic
+from support.nightly import by_day, draws
+from support.ranks.processes import run_ranks
+from support.ranks.traffic import Traffic
 
 from burnish.boxes.box import Box, whole
 from burnish.boxes.gather import Gather, assembled

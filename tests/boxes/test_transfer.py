@@ -8,9 +8,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from nights import draws
 from pieces_for_tests import BF16, F32, random_layout
-from ranks import run_ranks
+from support.nightly import draws
+from support.ranks.processes import run_ranks
 
 from burnish.boxes.box import Box, whole
 from burnish.boxes.shards import Shard, TensorSpec

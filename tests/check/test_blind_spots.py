@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import pytest
 import torch
-from nights import by_day
+from support.nightly import by_day
 from torch import Tensor
 from transformers import AttentionInterface, AutoConfig
 

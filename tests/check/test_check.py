@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from faulty_engines import ENGINES, OneGradient
-from ranks import run_ranks
+from support.ranks.processes import run_ranks
 from tiny import FAMILIES, save_tiny, tiny_config
 from tokenizers_for_tests import char_tokenizer
 from training_files import RL, SFT, burnish, done, make_files

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from nights import by_day
-from ranks import RankFailed, run_ranks
+from support.nightly import by_day
+from support.ranks.processes import RankFailed, run_ranks
 from tiny import FAMILIES, WITH_STATE, save_classifier, save_tiny
 
 from burnish.boxes.shards import Shard, ShardSource

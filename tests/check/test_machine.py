@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from ranks import run_ranks
 from s3_server import S3Server
+from support.ranks.processes import run_ranks
 from training_files import burnish
 
 from burnish.check import links, machine

@@ -15,8 +15,8 @@ import pytest
 import torch
 from faulty_engines import ENGINES
 from listed_models import REFUSED, TRAINED, listed_config
-from nights import by_day
-from ranks import run_ranks
+from support.nightly import by_day
+from support.ranks.processes import run_ranks
 from tiny import FAMILIES, tiny_config
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig

@@ -28,8 +28,8 @@ from checkpoints_for_tests import (
     save_once,
     writer_pid,
 )
-from fork_server import ANEW, Forked
-from ranks import run_ranks
+from support.ranks.fork_server import ANEW, Forked
+from support.ranks.processes import run_ranks
 
 from burnish.checkpoint.background import Memory, stage, staged_in
 from burnish.checkpoint.load import CheckpointSource

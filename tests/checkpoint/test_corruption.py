@@ -12,7 +12,7 @@ from corruption import check_flip, flips, make_step
 from fuzzing import LARGE, TARGETS, reading
 from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
-from nights import draws
+from support.nightly import draws
 
 from burnish.checkpoint.manifest import BLOCK_BYTES
 

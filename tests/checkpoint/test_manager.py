@@ -17,7 +17,7 @@ from checkpoints_for_tests import (
     save_once,
 )
 from corruption import flip
-from ranks import run_ranks
+from support.ranks.processes import run_ranks
 
 from burnish.checkpoint.manager import Checkpoints
 from burnish.checkpoint.retention import Retention

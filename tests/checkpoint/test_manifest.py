@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from nights import by_day
+from support.nightly import by_day
 
 from burnish.checkpoint.manifest import (
     BLOCK_BYTES,

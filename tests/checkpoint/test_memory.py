@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoints_for_tests import contents_of, make_state, shards_of, writer_pid
-from ranks import run_ranks
+from support.ranks.processes import run_ranks
 
 from burnish.checkpoint.load import CheckpointSource
 from burnish.checkpoint.manager import Checkpoints

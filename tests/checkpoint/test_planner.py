@@ -8,7 +8,7 @@ import pytest
 import torch
 from checkpoints_for_tests import contents_of, make_state
 from pieces_for_tests import piece
-from ranks import run_ranks
+from support.ranks.processes import run_ranks
 
 from burnish.boxes.box import Box, whole
 from burnish.boxes.pieces import PieceTable

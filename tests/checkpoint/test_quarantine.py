@@ -15,7 +15,7 @@ from checkpoints_for_tests import (
     save_once,
 )
 from corruption import flip
-from ranks import RankFailed, run_ranks
+from support.ranks.processes import RankFailed, run_ranks
 
 from burnish.checkpoint.manager import Checkpoints
 from burnish.distributed.layout import Layout

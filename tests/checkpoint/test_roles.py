@@ -17,8 +17,8 @@ from checkpoints_for_tests import (
     shards_of,
 )
 from corruption import flip
-from ranks import run_ranks
 from safetensors.torch import load_file
+from support.ranks.processes import run_ranks
 
 from burnish.checkpoint.load import CheckpointSource, StepReader
 from burnish.checkpoint.manager import Checkpoints

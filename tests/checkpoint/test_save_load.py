@@ -21,7 +21,7 @@ from checkpoints_for_tests import (
     shards_of,
 )
 from corruption import flip
-from ranks import run_ranks
+from support.ranks.processes import run_ranks
 
 from burnish.boxes.box import Box, whole
 from burnish.boxes.pieces import PieceTable

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from ranks import torchrun_environ
+from support.ranks.processes import torchrun_environ
 
 import burnish
 from burnish.cli import run as command

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from nights import by_day
+from support.nightly import by_day
 from tiny import tiny_config
 from tokenizers_for_tests import save_char_tokenizer
 

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from nights import by_day
+from support.nightly import by_day
 
 from burnish.cli.main import main
 from burnish.config.keys import known_keys

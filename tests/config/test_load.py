@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from configurations import sections
 from hypothesis import given
-from nights import draws
+from support.nightly import draws
 
 from burnish.config.document import dump_yaml
 from burnish.config.load import load_config, load_settings, load_with_origins

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from configurations import sections
 from hypothesis import given
-from nights import draws
+from support.nightly import draws
 
 from burnish.config.keys import known_keys
 from burnish.config.load import load_config

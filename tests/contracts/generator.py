@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from nights import by_day
+from support.nightly import by_day
 from tiny import FAMILIES, VOCAB, tiny_model
 from torch import Tensor
 from transformers import (

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
-from nights import draws
+from support.nightly import draws
 
 from burnish.data import balance
 from burnish.data.balance import divide, share_evenly, share_out

@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from nights import draws
+from support.nightly import draws
 
 from burnish.data import batching
 from burnish.data.batching import make_batch, outlines_of

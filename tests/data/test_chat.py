@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from nights import draws
+from support.nightly import draws
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from tokenizers_for_tests import CHARACTERS, CHATML, CHATML_MARKED, char_tokenizer
 from transformers import PreTrainedTokenizerFast

@@ -16,7 +16,7 @@ from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as st
-from nights import draws
+from support.nightly import draws
 from tokenizers_for_tests import char_tokenizer
 
 from burnish.config.schema import DataConfig

@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from chat_templates import GLM, GLM_MARKED, HYBRID, tokenizer_of
-from ranks import RankFailed, run_ranks
+from support.ranks.processes import RankFailed, run_ranks
 from tokenizers_for_tests import CHATML, CHATML_MARKED, char_tokenizer
 from transformers import PretrainedConfig
 

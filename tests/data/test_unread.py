@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from chat_templates import THINKING, THOUGHTLESS, tokenizer_of
-from ranks import run_ranks
+from support.ranks.processes import run_ranks
 from tokenizers_for_tests import CHATML, CHATML_MARKED, char_tokenizer
 
 from burnish.config.schema import DataConfig

@@ -9,7 +9,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import RankFailed, run_processes, run_ranks, torchrun_environ
+from support.ranks.processes import RankFailed, run_processes, run_ranks, torchrun_environ
 
 from burnish.distributed.collectives import (
     agree,

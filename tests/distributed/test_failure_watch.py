@@ -19,8 +19,8 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-from ports import free_port
-from ranks import RankFailed, run_processes, run_ranks, torchrun_environ
+from support.ranks.ports import free_port
+from support.ranks.processes import RankFailed, run_processes, run_ranks, torchrun_environ
 
 from burnish.distributed import failure_watch as watch
 from burnish.distributed.failure_watch import FailureWatch

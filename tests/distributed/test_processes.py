@@ -11,8 +11,8 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-from ports import free_port
-from ranks import RankFailed, run_processes, run_ranks, torchrun_environ
+from support.ranks.ports import free_port
+from support.ranks.processes import RankFailed, run_processes, run_ranks, torchrun_environ
 from torch._C._distributed_c10d import FakeProcessGroup
 from torch.distributed import HashStore
 from torch.distributed.device_mesh import init_device_mesh

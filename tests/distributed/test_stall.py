@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import RankFailed, run_processes, torchrun_environ
+from support.ranks.processes import RankFailed, run_processes, torchrun_environ
 
 from burnish.distributed import stall
 from burnish.distributed.environment import place_of

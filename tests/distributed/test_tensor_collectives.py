@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
+from support.ranks.processes import run_ranks
 from torch import Tensor
 from torch.distributed import ProcessGroup
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from contracts.engine import assert_relative, cut, loss, make_examples, train
 from engines_for_tests import make_engine
-from ranks import run_ranks
+from support.ranks.processes import run_ranks
 from tiny import VOCAB, save_tiny
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig

@@ -9,7 +9,7 @@ from typing import Literal
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from nights import draws
+from support.nightly import draws
 from tiny import tiny_config
 from transformers import AutoConfig
 

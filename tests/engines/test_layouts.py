@@ -26,7 +26,7 @@ from contracts.engine import (
     train_by_hand,
 )
 from engines_for_tests import CPU, OPTIM, make_engine
-from ranks import PATIENCE_SECONDS, run_ranks
+from support.ranks.processes import PATIENCE_SECONDS, run_ranks
 from tiny import VOCAB, WITH_STATE, save_tiny, tiny_config
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig

@@ -22,8 +22,8 @@ from contracts.engine import (
     whole,
 )
 from engines_for_tests import CPU, make_engine
-from ranks import run_ranks
 from safetensors.torch import load_file
+from support.ranks.processes import run_ranks
 from tiny import VOCAB, save_tiny
 from torch import Tensor
 

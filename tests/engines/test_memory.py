@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from nights import by_day
-from ranks import run_ranks
 from safetensors.torch import save_file
+from support.nightly import by_day
+from support.ranks.processes import run_ranks
 from tiny import tiny_config
 from torch.profiler import ProfilerActivity, profile
 from torch.testing._internal.distributed.fake_pg import FakeStore

@@ -18,8 +18,8 @@ from contracts.engine import (
 )
 from contracts.engine import whole as whole_of
 from engines_for_tests import make_engine
-from ranks import run_ranks
 from safetensors.torch import load_file
+from support.ranks.processes import run_ranks
 from tiny import VOCAB, save_tiny, tiny_config
 from torch import Tensor
 from transformers import AutoModelForCausalLM

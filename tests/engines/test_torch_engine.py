@@ -22,7 +22,7 @@ from contracts.engine import (
     whole,
 )
 from engines_for_tests import CPU, OPTIM, make_engine
-from ranks import run_ranks
+from support.ranks.processes import run_ranks
 from tiny import VOCAB, save_tiny, tiny_config
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode

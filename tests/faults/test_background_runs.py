@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 from checkpoints_for_tests import committed
-from fork_server import ANEW
 from killed_runs import KINDS, SAVING, killed
+from support.ranks.fork_server import ANEW
 from training_files import At, Command, burnish, done, make_files, outcome
 
 RUNS = [("sft", 2), ("rl", 1), ("ahead", 2), ("pipeline", 2)]

@@ -16,8 +16,8 @@ from checkpoints_for_tests import (
     make_state,
     save_forever,
 )
-from fork_server import Forked
-from ranks import RankFailed, run_ranks
+from support.ranks.fork_server import Forked
+from support.ranks.processes import RankFailed, run_ranks
 
 from burnish.checkpoint.manager import Checkpoints
 from burnish.checkpoint.retention import Retention

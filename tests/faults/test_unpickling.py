@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import audit
 import pytest
 import torch
-from ranks import run_processes
+from support.ranks.processes import run_processes
 from training_files import done, make_files, ranks
 
 STATE = {"COMMIT", "manifest.json", "state.json"}

@@ -19,8 +19,8 @@ import pytest
 from contracts.remote import NAMES, QUICK
 from fault_proxy import Fault
 from hdfs_server import HdfsServer
-from ranks import run_ranks
 from s3_server import S3Server
+from support.ranks.processes import run_ranks
 
 from burnish.distributed.layout import Layout
 from burnish.errors import BurnishError, MissingError, UsageError

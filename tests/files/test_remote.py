@@ -12,8 +12,8 @@ from contracts.remote import QUICK, RemoteContract
 from fault_proxy import Fault
 from gcs_server import GcsServer
 from hdfs_server import HdfsServer
-from nights import by_day
 from s3_server import S3Server
+from support.nightly import by_day
 
 from burnish.errors import BurnishError, MissingError, UsageError, install
 from burnish.files.remote import Remote, RetryPolicy

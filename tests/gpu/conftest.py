@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from devices import DEVICES
+from support.ranks.devices import DEVICES
 
 from burnish.distributed.layout import Layout
 from burnish.distributed.processes import process_group

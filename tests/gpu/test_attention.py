@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from devices import DEVICES
+from support.ranks.devices import DEVICES
 from tiny import FAMILIES, MIXTURES, VOCAB, tiny_model
 from torch import Tensor, nn
 

@@ -15,8 +15,8 @@ from contracts.engine import (
     train_by_hand,
     whole,
 )
-from devices import DEVICES
 from engines_for_tests import make_engine
+from support.ranks.devices import DEVICES
 from tiny import MIXTURES, VOCAB, save_tiny, tiny_model
 from torch import Tensor
 

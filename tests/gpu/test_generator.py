@@ -16,7 +16,7 @@ from contracts.generator import (
     logits_by_hand,
     make_requests,
 )
-from devices import CPU, CUDA, DEVICES, on_gpu
+from support.ranks.devices import CPU, CUDA, DEVICES, on_gpu
 from tiny import FAMILIES, tiny_model
 from transformers import PreTrainedModel
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 from contracts.engine import BETAS, CLIP, assert_relative, make_examples, train
-from devices import DEVICES
 from engines_for_tests import make_engine
+from support.ranks.devices import DEVICES
 from tiny import VOCAB, save_tiny
 from torch import Tensor
 from transformers import AutoConfig

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from devices import DEVICES
+from support.ranks.devices import DEVICES
 from torch import Tensor
 
 from burnish.config.schema import OptimConfig

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from devices import CUDA, on_gpu
+from support.ranks.devices import CUDA, on_gpu
 
 from burnish.distributed.host_memory import pin, unpin
 

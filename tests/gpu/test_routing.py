@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 from contracts.engine import cut, loss, make_examples
-from devices import DEVICES
 from engines_for_tests import make_engine
+from support.ranks.devices import DEVICES
 from tiny import MIXTURES, VOCAB, save_tiny
 
 from burnish.distributed.processes import process_group

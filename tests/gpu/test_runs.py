@@ -16,8 +16,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from devices import CUDA, DEVICES, on_gpu
-from fork_server import with_given_path
+from support.ranks.devices import CUDA, DEVICES, on_gpu
+from support.ranks.fork_server import with_given_path
 from tiny import save_base, save_classifier
 from training_files import MIXTURE, make_files, metrics, weights
 

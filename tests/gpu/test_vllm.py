@@ -22,8 +22,8 @@ from contracts.generator import (
     logits_by_hand,
     make_requests,
 )
-from devices import CPU, DEVICES
 from generators_for_tests import builtin, make_generator
+from support.ranks.devices import CPU, DEVICES
 from tiny import tiny_model
 from training_files import RL, done, make_files, metrics
 from transformers import PreTrainedModel

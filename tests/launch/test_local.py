@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from checkpoints_for_tests import committed
-from processes_for_tests import until
+from support.ranks.waiting import until
 
 pytestmark = pytest.mark.nightly
 ARGV = ["sft", "sft.yaml", "checkpoint.save_every=1", "evaluation.every=0", "steps=4000"]

@@ -14,10 +14,10 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-import processes_for_tests
 import pytest
 from held_ranks import PHASES, HeldRank, held_path, parent, running_ranks
-from ports import free_port
+from support.ranks import waiting
+from support.ranks.ports import free_port
 from training_files import done, make_files, outcome
 
 ray = pytest.importorskip("ray")
@@ -175,7 +175,7 @@ def test_a_run_that_dies_in_each_phase_goes_on_by_itself(
         elif victim == "driver":
             drivers[-1].process.kill()
             drivers[-1].process.wait()
-            processes_for_tests.until(lambda: not running_ranks(victim), seconds=20)
+            waiting.until(lambda: not running_ranks(victim), seconds=20)
             drivers.append(Driver(work, nodes, *argv, environ=held.environ))
         else:
             os.kill(parent(pid) if victim == "actor" else pid, signal.SIGKILL)
@@ -243,12 +243,12 @@ def test_a_job_that_is_stopped_leaves_nothing_behind_and_goes_on(
         submitted = subprocess.Popen(
             [*made, "--address", address], cwd=work, stdout=out, stderr=out
         )
-    processes_for_tests.until(in_step(work / "runs" / "stopped", 3))
+    waiting.until(in_step(work / "runs" / "stopped", 3))
     job = re.search(r"submitted as (\S+);", log.read_text())[1]
     ray_command = Path(sys.executable).with_name("ray")
     subprocess.run([ray_command, "job", "stop", job, "--address", address], check=True)
     assert submitted.wait(PATIENCE_SECONDS) != 0, log.read_text()
-    processes_for_tests.until(lambda: not processes_of("stopped"), seconds=20)
+    waiting.until(lambda: not processes_of("stopped"), seconds=20)
     again = subprocess.run([*made, "--address", address], cwd=work, capture_output=True, text=True)
     assert again.returncode == 0, again.stdout + again.stderr
     assert not re.search("INFO steps 1 to", again.stdout + again.stderr)

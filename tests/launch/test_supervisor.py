@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from forked_launcher import ForkedLauncher
+from support.ranks.forked_launcher import ForkedLauncher
 from training_files import At, done, outcome
 
 from burnish.config.schema import DistributedConfig

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 from held_ranks import HeldRank, held_path, parent, running_ranks
-from ports import free_port
-from processes_for_tests import until
+from support.ranks.ports import free_port
+from support.ranks.waiting import until
 from training_files import done, outcome
 
 pytestmark = pytest.mark.nightly

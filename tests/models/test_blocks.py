@@ -1,9 +1,9 @@
 import pytest
 import torch
-from devices import BF16_ATTENTION_ERROR, CPU
 from hypothesis import given
 from hypothesis import strategies as st
-from nights import draws
+from support.nightly import draws
+from support.ranks.devices import BF16_ATTENTION_ERROR, CPU
 from torch.nn.functional import scaled_dot_product_attention
 
 from burnish.models.kernels.attention import BlockPlan, Softmax

@@ -2,7 +2,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from nights import draws
+from support.nightly import draws
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from burnish.models.logprobs import LogitTransform, LogprobOptions, token_logprobs

@@ -1,7 +1,7 @@
 import pytest
 import torch
-from ranks import run_ranks
 from safetensors.torch import load_file
+from support.ranks.processes import run_ranks
 from tiny import FAMILIES, save_tiny, tiny_config, tiny_model
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard

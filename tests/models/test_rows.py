@@ -2,7 +2,7 @@ import numpy as np
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from nights import draws
+from support.nightly import draws
 
 from burnish.models.packing import RowMap, select_rows
 

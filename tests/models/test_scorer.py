@@ -2,7 +2,7 @@ from itertools import product
 
 import pytest
 import torch
-from nights import by_day
+from support.nightly import by_day
 from tiny import FAMILIES, VOCAB, tiny_config, tiny_model
 from transformers import AutoConfig
 

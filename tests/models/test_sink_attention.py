@@ -10,7 +10,7 @@ import torch
 from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 from models.test_span_attention import written_out
-from nights import draws
+from support.nightly import draws
 from torch import Tensor
 
 from burnish.models.kernels.sink_attention import sink_attention

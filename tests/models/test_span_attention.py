@@ -2,10 +2,10 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from devices import BF16_ATTENTION_ERROR, CPU, ROUNDED_FACTORS_ERROR
 from hypothesis import given
 from hypothesis import strategies as st
-from nights import draws
+from support.nightly import draws
+from support.ranks.devices import BF16_ATTENTION_ERROR, CPU, ROUNDED_FACTORS_ERROR
 
 from burnish.models.kernels import span_attention
 from burnish.models.kernels.span_attention import causal_attention

@@ -5,7 +5,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from ranks import run_ranks
+from support.ranks.processes import run_ranks
 from torch import Tensor
 
 from burnish.distributed.layout import Layout

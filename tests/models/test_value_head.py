@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from nights import by_day
 from safetensors.torch import save_file
+from support.nightly import by_day
 from tiny import FAMILIES, VOCAB, save_tiny, tiny_config, tiny_model
 from torch import Tensor
 from transformers import AutoModelForTokenClassification, PretrainedConfig, PreTrainedModel

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from ranks import run_ranks
+from support.ranks.processes import run_ranks
 from torch import Tensor, nn
 
 from burnish.distributed.layout import Layout

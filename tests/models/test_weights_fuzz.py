@@ -11,8 +11,8 @@ import pytest
 import torch
 from hypothesis import given, note
 from hypothesis import strategies as st
-from nights import draws
 from safetensors.torch import load_file, save_file
+from support.nightly import draws
 from tiny import save_tiny
 from torch import Tensor
 from transformers import AutoModelForCausalLM

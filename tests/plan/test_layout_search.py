@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from model_shapes import QWEN3_8B
-from nights import draws
+from support.nightly import draws
 
 from burnish.config.constraints import check
 from burnish.config.document import dump_yaml

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from nights import draws
+from support.nightly import draws
 
 from burnish.rewards.builtin import (
     exact_match,

@@ -12,10 +12,10 @@ from adapters_for_tests import EXPERTS, LORA
 from contracts.engine import LR, cut, loss, make_examples
 from engines_for_tests import CPU, make_engine
 from generators_for_tests import DRAWN, GREEDY, differences, make_generator, require_close
-from ranks import run_ranks
+from support.ranks.processes import run_ranks
+from support.ranks.traffic import Traffic
 from tiny import VOCAB, save_tiny, tiny_config
 from torch import Tensor
-from traffic import Traffic
 
 from burnish.boxes.shards import Publication
 from burnish.config.schema import LoraConfig

@@ -10,7 +10,7 @@ import pytest
 import torch
 from engines_for_tests import CPU, make_engine
 from generators_for_tests import differences, make_generator, require_close
-from nights import by_day
+from support.nightly import by_day
 from tiny import BOUNDED_STATES, FAMILIES, VOCAB, WITH_STATE, save_tiny, tiny_config
 from transformers import (
     AutoConfig,

@@ -17,8 +17,8 @@ from contracts.generator import (
     make_requests,
 )
 from generators_for_tests import builtin
-from nights import by_day
-from ranks import run_ranks
+from support.nightly import by_day
+from support.ranks.processes import run_ranks
 from tiny import BOUNDED_STATES, FAMILIES, MIXTURES, WITH_STATE, tiny_config, tiny_model
 from torch import Tensor
 from transformers import PreTrainedModel

@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from nights import draws
+from support.nightly import draws
 from torch import Tensor
 
 from burnish.models.kernels.attention import Softmax

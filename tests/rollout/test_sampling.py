@@ -8,7 +8,7 @@ import torch
 from contracts.generator import warped
 from hypothesis import given
 from hypothesis import strategies as st
-from nights import draws
+from support.nightly import draws
 
 from burnish.rollout.base import Sampling
 from burnish.rollout.builtin.sampling import draw, uniforms

@@ -23,8 +23,8 @@ from contracts.generator import GeneratorContract, assert_same, make_requests
 from generators_for_tests import make_generator
 from hypothesis import given
 from hypothesis import strategies as st
-from nights import by_day
-from ranks import run_ranks
+from support.nightly import by_day
+from support.ranks.processes import run_ranks
 from tiny import tiny_config, tiny_model
 from transformers import PreTrainedModel
 

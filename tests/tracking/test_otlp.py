@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ports import free_port
+from support.ranks.ports import free_port
 from tracking.made_rollouts import made_rollout
 from tracking.test_traces import EXACT, HOSTILE, LATE, run_directory
 

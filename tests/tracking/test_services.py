@@ -22,7 +22,7 @@ from typing import Any
 import pytest
 import yaml
 from contracts.tracker import Record, ServiceContract
-from ports import free_port
+from support.ranks.ports import free_port
 from tracking.test_otlp import traced
 
 from burnish.errors import UsageError

@@ -14,7 +14,7 @@ import pytest
 from contracts.tracker import ROWS, STEPS, Record, RecordContract, same_record
 from hypothesis import given
 from hypothesis import strategies as st
-from ranks import run_processes
+from support.ranks.processes import run_processes
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tracking.made_rollouts import made_rollout, table_of
 

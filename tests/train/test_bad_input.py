@@ -8,8 +8,8 @@ import signal
 
 import pytest
 from checkpoints_for_tests import committed
-from nights import by_day
 from safetensors.torch import load_file, save_file
+from support.nightly import by_day
 from training_files import At, burnish, done, make_files, metrics, rollouts, write_rows
 
 

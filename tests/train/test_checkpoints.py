@@ -10,8 +10,8 @@ import pytest
 import torch
 from checkpoints_for_tests import committed, contents_of, make_state
 from corruption import flip
-from nights import by_day
 from safetensors.torch import load_file
+from support.nightly import by_day
 from training_files import FRESH, At, burnish, done, metrics, outcome
 from transformers import AutoConfig, AutoModelForCausalLM
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from nights import by_day
+from support.nightly import by_day
 from tiny import save_tiny
 from tokenizers_for_tests import save_char_tokenizer
 from training_files import FRESH, burnish, make_files, write_rows

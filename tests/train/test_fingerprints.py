@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from ranks import run_ranks
+from support.ranks.processes import run_ranks
 from tokenizers_for_tests import char_tokenizer
 
 from burnish.config.schema import AlgorithmConfig, DataConfig, RewardFunctionConfig, RunConfig

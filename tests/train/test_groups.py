@@ -12,7 +12,7 @@ from typing import Any, get_args
 import numpy as np
 import pytest
 import torch
-from ranks import run_ranks
+from support.ranks.processes import run_ranks
 from tokenizers_for_tests import char_tokenizer
 
 from burnish.algorithms.base import ScoredRollouts, load_advantage

@@ -12,8 +12,8 @@ import torch
 from checkpoints_for_tests import committed
 from engines_for_tests import CPU, make_engine
 from generators_for_tests import make_generator
-from nights import by_day
-from ranks import run_ranks
+from support.nightly import by_day
+from support.ranks.processes import run_ranks
 from tiny import VOCAB, save_tiny
 from torch import Tensor, nn
 from training_files import FRESH, RL

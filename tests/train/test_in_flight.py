@@ -16,7 +16,7 @@ import numpy as np
 from collectors_for_tests import Collected
 from hypothesis import given
 from hypothesis import strategies as st
-from nights import draws
+from support.nightly import draws
 
 from burnish.boxes.shards import Publication
 from burnish.checkpoint.manifest import Commit, Manifest

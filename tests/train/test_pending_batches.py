@@ -22,8 +22,8 @@ from collectors_for_tests import Collected
 from corruption import flip
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from nights import by_day
 from same_runs import assert_same
+from support.nightly import by_day
 from tiny import save_classifier
 from training_files import MIXTURE, RL, At, burnish, done, outcome, ranks, rollouts
 

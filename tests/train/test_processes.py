@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 from checkpoints_for_tests import committed
-from fork_server import with_given_path
-from nights import by_day
 from same_runs import RL, assert_same
+from support.nightly import by_day
+from support.ranks.fork_server import with_given_path
 from training_files import done, metrics, ranks, rollouts
 
 REPOSITORY = Path(__file__).parents[2]

@@ -17,8 +17,8 @@ from pathlib import Path
 
 import pytest
 from corruption import flip, reseal
-from nights import by_day
 from safetensors.torch import load_file, save_file
+from support.nightly import by_day
 from training_files import At, burnish, done, make_files
 from transformers import AutoConfig, AutoModelForCausalLM
 

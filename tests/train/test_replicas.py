@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from ranks import RankFailed, run_processes, torchrun_environ
+from support.ranks.processes import RankFailed, run_processes, torchrun_environ
 from torch.distributed import TCPStore
 from training_files import SFT, make_files
 

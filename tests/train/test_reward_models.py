@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 import torch
 from corruption import flip
-from nights import by_day
-from ranks import run_ranks
 from safetensors.torch import load_file, save_file
+from support.nightly import by_day
+from support.ranks.processes import run_ranks
 from tiny import save_classifier
 from tokenizers_for_tests import char_tokenizer
 from training_files import burnish, done, metrics

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from checkpoints_for_tests import committed
-from nights import by_day
+from support.nightly import by_day
 from training_files import RL, metrics, rollouts, weights
 
 from burnish.algorithms.schedule import learning_rate

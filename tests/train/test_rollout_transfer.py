@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from ranks import run_ranks
-from traffic import Traffic
+from support.ranks.processes import run_ranks
+from support.ranks.traffic import Traffic
 
 from burnish.algorithms.base import load_advantage
 from burnish.config.schema import RunConfig

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from nights import by_day
+from support.nightly import by_day
 from tiny import save_base
 from tokenizers_for_tests import char_tokenizer
 from training_files import FRESH, RL, SFT, burnish, done, write_rows

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 from checkpoints_for_tests import committed
-from fork_server import ANEW
 from served_runs import IN_FLIGHT, QUICK, STILL, beside, drawn, state_of, written
+from support.ranks.fork_server import ANEW
 from training_files import At, Command, burnish, done, metrics, outcome, ranks, weights
 
 # How long a rank waits for one that is killed before they meet: no launcher ends it here.

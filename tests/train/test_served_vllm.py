@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 from checkpoints_for_tests import committed
-from fork_server import ANEW
 from served_runs import IN_FLIGHT, STILL, beside, drawn, written
 from servers_for_tests import Servers
+from support.ranks.fork_server import ANEW
 from tiny import save_base
 from training_files import FRESH, RL, Command, burnish, done, metrics, rollouts
 

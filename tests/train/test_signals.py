@@ -13,8 +13,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from fork_server import with_given_path
-from ranks import run_ranks
+from support.ranks.fork_server import with_given_path
+from support.ranks.processes import run_ranks
 from training_files import make_files
 
 from burnish.distributed.environment import AFTER_SAVE

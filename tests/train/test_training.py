@@ -16,7 +16,7 @@ from contextlib import closing
 import pytest
 import torch
 from checkpoints_for_tests import committed
-from nights import by_day
+from support.nightly import by_day
 from training_files import FRESH, At, burnish, done, metrics, rollouts, weights, write_rows
 from transformers import AutoModelForCausalLM, AutoTokenizer
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from checkpoints_for_tests import save_once
 from corruption import flip
-from ranks import RankFailed, run_ranks
+from support.ranks.processes import RankFailed, run_ranks
 
 from burnish.distributed.layout import Layout
 from burnish.errors import CorruptError

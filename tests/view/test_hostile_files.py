@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from nights import by_day
+from support.nightly import by_day
 
 pytest.importorskip("uvicorn", reason="the extra view is not installed")
 

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from nights import draws
+from support.nightly import draws
 from view.rollout_files import row, write
 
 from burnish.errors import BurnishError, CorruptError, MissingError, UsageError

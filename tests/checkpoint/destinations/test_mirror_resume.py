@@ -19,7 +19,7 @@ from checkpoints_for_tests import (
     save_once,
 )
 from corruption import flip
-from ranks import run_ranks
+from support.ranks.processes import run_ranks
 
 from burnish.checkpoint.destinations.mirror import Mirror, Sync
 from burnish.checkpoint.destinations.remote_steps import DAMAGED

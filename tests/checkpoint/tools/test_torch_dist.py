@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import run_ranks
+from support.ranks.processes import run_ranks
 from tiny import save_tiny
 from transformer_engine_names import use_stand_ins
 from transformers import AutoConfig

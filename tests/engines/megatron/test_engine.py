@@ -15,7 +15,7 @@ import torch.distributed as dist
 from contracts.engine import LR, cut, loss, make_examples, require_learnt
 from engines_for_tests import CPU, make_engine, make_frozen
 from megatron.core.pipeline_parallel import p2p_communication
-from ranks import run_ranks
+from support.ranks.processes import run_ranks
 from tiny import VOCAB, save_tiny, tiny_config
 from torch import Tensor
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from contracts.engine import assert_relative, cut, make_examples, score_by_hand
 from engines_for_tests import make_engine
-from ranks import run_ranks
+from support.ranks.processes import run_ranks
 from tiny import VOCAB, save_tiny, tiny_config
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel

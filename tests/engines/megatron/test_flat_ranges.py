@@ -7,7 +7,7 @@ import math
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
-from nights import draws
+from support.nightly import draws
 from tiny import tiny_config
 
 from burnish.boxes.box import Box

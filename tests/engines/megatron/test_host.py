@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import run_ranks
+from support.ranks.processes import run_ranks
 from torch import Tensor
 from torch.distributed import group
 from torch.overrides import _len_torch_function_stack

@@ -14,7 +14,7 @@ import pytest
 import torch
 from contracts.engine import make_examples, require_alike, train, train_by_hand
 from engines_for_tests import make_engine
-from ranks import PATIENCE_SECONDS, run_ranks
+from support.ranks.processes import PATIENCE_SECONDS, run_ranks
 from tiny import VOCAB, save_tiny
 from torch import Tensor
 from transformer_engine_names import use_stand_ins

@@ -12,7 +12,7 @@ import pytest
 import torch
 from contracts.engine import LR, cut, loss, make_examples
 from engines_for_tests import CPU, OPTIM, make_engine
-from ranks import run_ranks
+from support.ranks.processes import run_ranks
 from tiny import VOCAB, save_tiny, tiny_config
 from torch import Tensor
 

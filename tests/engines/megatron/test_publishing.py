@@ -11,7 +11,7 @@ import torch
 from contracts.engine import LR, cut, loss, make_examples
 from engines_for_tests import make_engine
 from generators_for_tests import make_generator, scored
-from ranks import run_ranks
+from support.ranks.processes import run_ranks
 from tiny import VOCAB, save_tiny
 from transformers import AutoConfig
 

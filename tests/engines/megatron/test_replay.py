@@ -15,7 +15,6 @@ import pytest
 import torch
 from contracts.engine import assert_relative, cut, examples_that_begin_alike, loss
 from engines_for_tests import OPTIM, make_engine
-from ranks import run_ranks
 from routers_for_tests import (
     WEIGHT,
     by_hand,
@@ -23,6 +22,7 @@ from routers_for_tests import (
     recorded,
     with_experts,
 )
+from support.ranks.processes import run_ranks
 from tiny import VOCAB, save_tiny, tiny_config
 
 from burnish.check.comparison import step_of_engine

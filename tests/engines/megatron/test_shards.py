@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from contracts.engine import whole
-from ranks import run_ranks
+from support.ranks.processes import run_ranks
 from tiny import tiny_config
 from torch import Tensor
 from transformers import PretrainedConfig

@@ -17,8 +17,8 @@ import numpy as np
 import pytest
 import torch
 from engine_states import config, shapes
-from ranks import run_ranks
-from traffic import EXCHANGE, Traffic
+from support.ranks.processes import run_ranks
+from support.ranks.traffic import EXCHANGE, Traffic
 
 from burnish.checkpoint.manager import Checkpoints
 from burnish.checkpoint.save import Contents, ModelContents

@@ -10,8 +10,8 @@ import pytest
 import torch
 from contracts.engine import CLIP, assert_relative, cut, make_examples
 from engines_for_tests import OPTIM, make_engine, make_frozen
-from nights import by_day
-from ranks import run_ranks
+from support.nightly import by_day
+from support.ranks.processes import run_ranks
 from tiny import VOCAB, tiny_config
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel

@@ -36,7 +36,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-TESTS = Path(__file__).parent
+TESTS = Path(__file__).parents[2]
 # The variable by which the workers of a test run find the server of its controller.
 _ADDRESS = "BURNISH_TESTS_FORK_SERVER"
 ANEW = "BURNISH_TESTS_COMPANIONS_ANEW"
@@ -95,7 +95,7 @@ PRELOAD = (
     "contracts.engine",
     "engines_for_tests",
     "layout_pairs",
-    "ranks",
+    "support.ranks.processes",
     "tiny",
     "training_files",
 )
@@ -168,7 +168,7 @@ def _start() -> str:
         listening.bind(f"{directory}/socket")
         listening.listen(1000)
         server = subprocess.Popen(
-            [sys.executable, "-c", f"import fork_server; fork_server.Server({listening.fileno()})"],
+            [sys.executable, "-c", f"from {__name__} import Server; Server({listening.fileno()})"],
             stdin=subprocess.PIPE,
             env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
             pass_fds=(listening.fileno(),),
@@ -476,7 +476,8 @@ def fork_companions() -> None:
 
 
 if __name__ == "__main__":  # what xdist starts as a worker's Python, with `-u -c CODE`
-    from fork_server import Forked as Imported
-    from fork_server import execute as imported
+    sys.path[0] = str(TESTS)
+    from support.ranks.fork_server import Forked as Imported
+    from support.ranks.fork_server import execute as imported
 
     sys.exit(Imported(imported, sys.argv[-1]).wait())

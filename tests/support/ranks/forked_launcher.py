@@ -8,8 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ports import free_port
 from training_files import At, Command
+
+from support.ranks.ports import free_port
 
 
 class ForkedAttempt:

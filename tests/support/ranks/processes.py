@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from fork_server import Call, Forked
 
 from burnish.distributed.processes import process_group
+from support.ranks.fork_server import Call, Forked
 
 PATIENCE_SECONDS = 500.0
 """How long processes may take where nothing else is said: less than pytest gives a test, so that their stacks are seen."""
