@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from checkpoints_for_tests import BIG_SHAPES, SHAPES, make_state, save_once, shards_of, written_by
-from tokenizers_for_tests import save_char_tokenizer
+from support.models.tokenizers import save_char_tokenizer
 
 from burnish.checkpoint.load import CheckpointSource
 from burnish.checkpoint.manifest import (

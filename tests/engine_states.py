@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from checkpoints_for_tests import bits
-from tiny import tiny_config
+from support.models.tiny import tiny_config
 from torch import Tensor
 from transformers import PretrainedConfig
 

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 from contracts.engine import LR, cut, loss, make_examples, whole
-from engines_for_tests import make_engine
+from support.models.engines import make_engine
+from support.models.tiny import VOCAB
 from support.ranks.processes import run_ranks
-from tiny import VOCAB
 from torch import Tensor
 
 from burnish.checkpoint.load import CheckpointSource

@@ -17,8 +17,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny import tiny_model
-from tokenizers_for_tests import char_tokenizer, save_char_tokenizer
+from support.models.tiny import tiny_model
+from support.models.tokenizers import char_tokenizer, save_char_tokenizer
 from training_files import burnish, ranks
 
 from burnish.config.load import load_config

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import yaml
-from chat_templates import HYBRID, tokenizer_of
+from support.models.chat_templates import HYBRID, tokenizer_of
 from torch.distributed.run import get_args_parser
 from transformers import AutoTokenizer
 

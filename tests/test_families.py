@@ -1,8 +1,8 @@
 from collections import Counter
 
 import pytest
-from tiny import FAMILIES as TINY
-from tiny import tiny_config
+from support.models.tiny import FAMILIES as TINY
+from support.models.tiny import tiny_config
 
 from burnish.families import FAMILIES, ModelShape, family_of, names_of
 from burnish.models.meta_init import build_on_meta, count_flops

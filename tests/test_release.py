@@ -16,8 +16,8 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
-from tiny import save_tiny
-from tokenizers_for_tests import char_tokenizer, save_char_tokenizer
+from support.models.tiny import save_tiny
+from support.models.tokenizers import char_tokenizer, save_char_tokenizer
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]

@@ -19,10 +19,10 @@ from typing import Any
 from checkpoints_for_tests import committed
 from commands_for_tests import run
 from safetensors.torch import load_file
+from support.models.tokenizers import char_tokenizer, save_char_tokenizer
 from support.ranks.fork_server import TESTS, Forked, with_given_path
 from support.ranks.ports import free_port
 from support.ranks.processes import PATIENCE_SECONDS
-from tokenizers_for_tests import char_tokenizer, save_char_tokenizer
 
 from burnish.tracking.rollouts import Kind, read_rollouts, rollout_files
 from burnish.tracking.trackers import read_metrics

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 import torch
-from faulty_engines import ENGINES, OneGradient
+from support.models.faulty_engines import ENGINES, OneGradient
+from support.models.tiny import FAMILIES, save_tiny, tiny_config
+from support.models.tokenizers import char_tokenizer
 from support.ranks.processes import run_ranks
-from tiny import FAMILIES, save_tiny, tiny_config
-from tokenizers_for_tests import char_tokenizer
 from training_files import RL, SFT, burnish, done, make_files
 
 from burnish.check.comparison import TOLERANCE, Material, compared, require_equal

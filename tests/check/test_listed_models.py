@@ -12,8 +12,8 @@ import numpy as np
 import peft
 import pytest
 import torch
-from listed_models import TRAINED, listed_config
-from tokenizers_for_tests import char_tokenizer, save_char_tokenizer
+from support.models.listed import TRAINED, listed_config
+from support.models.tokenizers import char_tokenizer, save_char_tokenizer
 from training_files import done, make_files, metrics, rollouts
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.models.tiny import FAMILIES, WITH_STATE, save_classifier, save_tiny
 from support.nightly import by_day
 from support.ranks.processes import RankFailed, run_ranks
-from tiny import FAMILIES, WITH_STATE, save_classifier, save_tiny
 
 from burnish.boxes.shards import Shard, ShardSource
 from burnish.check import loaded

@@ -13,11 +13,11 @@ from typing import Any, Literal
 
 import pytest
 import torch
-from faulty_engines import ENGINES
-from listed_models import REFUSED, TRAINED, listed_config
+from support.models.faulty_engines import ENGINES
+from support.models.listed import REFUSED, TRAINED, listed_config
+from support.models.tiny import FAMILIES, tiny_config
 from support.nightly import by_day
 from support.ranks.processes import run_ranks
-from tiny import FAMILIES, tiny_config
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 from transformers.models.llama import modeling_llama

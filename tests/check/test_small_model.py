@@ -3,7 +3,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from tiny import tiny_config
+from support.models.tiny import tiny_config
 from transformers import AutoConfig
 
 from burnish.check.small_model import shrunk

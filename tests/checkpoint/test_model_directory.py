@@ -7,7 +7,7 @@ import functools
 import pytest
 import torch
 from checkpoints_for_tests import save_once, shards_of, written_by
-from tiny import tiny_model
+from support.models.tiny import tiny_model
 from transformers import AutoModelForCausalLM
 
 from burnish.checkpoint import write_plan as planner

@@ -10,7 +10,7 @@ import torch
 from checkpoints_for_tests import BIG_SHAPES, bits, make_state, save_once, shards_of
 from corruption import flip
 from safetensors.torch import save_file
-from tiny import save_tiny
+from support.models.tiny import save_tiny
 
 from burnish.boxes.tensor_reader import DirectoryReader, chunks
 from burnish.checkpoint.load import StepReader

@@ -16,7 +16,7 @@ import pytest
 import torch
 from checkpoints_for_tests import BIG_SHAPES, StubbornStorage, make_state, save_once, shards_of
 from corruption import flip
-from tiny import save_tiny, tiny_model
+from support.models.tiny import save_tiny, tiny_model
 
 from burnish.checkpoint.manifest import sha256
 from burnish.checkpoint.steps import verify

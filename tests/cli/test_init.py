@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny import save_tiny
-from tokenizers_for_tests import char_tokenizer, save_char_tokenizer
+from support.models.tiny import save_tiny
+from support.models.tokenizers import char_tokenizer, save_char_tokenizer
 
 from burnish.cli.main import main
 from burnish.config.load import load_config

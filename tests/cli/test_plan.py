@@ -7,9 +7,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.models.tiny import tiny_config
+from support.models.tokenizers import save_char_tokenizer
 from support.nightly import by_day
-from tiny import tiny_config
-from tokenizers_for_tests import save_char_tokenizer
 
 from burnish.cli.main import main
 

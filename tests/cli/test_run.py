@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny import save_tiny
-from tokenizers_for_tests import char_tokenizer, save_char_tokenizer
+from support.models.tiny import save_tiny
+from support.models.tokenizers import char_tokenizer, save_char_tokenizer
 
 from burnish.cli.main import main
 from burnish.config.document import dump_yaml

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.models.tiny import FAMILIES, VOCAB, tiny_model
 from support.nightly import by_day
-from tiny import FAMILIES, VOCAB, tiny_model
 from torch import Tensor
 from transformers import (
     LogitsProcessorList,

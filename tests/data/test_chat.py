@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.models.tokenizers import CHARACTERS, CHATML, CHATML_MARKED, char_tokenizer
 from support.nightly import draws
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
-from tokenizers_for_tests import CHARACTERS, CHATML, CHATML_MARKED, char_tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from burnish.config.constraints import _RENDERING

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from chat_templates import (
+from support.models.chat_templates import (
     GEMMA,
     GLM,
     GLM_MARKED,

@@ -16,8 +16,8 @@ from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as st
+from support.models.tokenizers import char_tokenizer
 from support.nightly import draws
-from tokenizers_for_tests import char_tokenizer
 
 from burnish.config.schema import DataConfig
 from burnish.data.sources import load_rows

@@ -18,9 +18,9 @@ from hdfs_native import Client
 from hub_server import HubServer, hub_variables, running_hub
 from hypothesis import given
 from hypothesis import strategies as st
+from support.models.tokenizers import char_tokenizer
 from support.nightly import draws
 from support.ranks.processes import run_ranks
-from tokenizers_for_tests import char_tokenizer
 
 from burnish.config.schema import DataConfig
 from burnish.data.loader import order

@@ -9,9 +9,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from chat_templates import GLM, GLM_MARKED, HYBRID, tokenizer_of
+from support.models.chat_templates import GLM, GLM_MARKED, HYBRID, tokenizer_of
+from support.models.tokenizers import CHATML, CHATML_MARKED, char_tokenizer
 from support.ranks.processes import RankFailed, run_ranks
-from tokenizers_for_tests import CHATML, CHATML_MARKED, char_tokenizer
 from transformers import PretrainedConfig
 
 from burnish.config.schema import DataConfig, RunConfig

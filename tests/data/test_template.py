@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from chat_templates import HARMONY, THINKING
-from tokenizers_for_tests import CHATML, char_tokenizer
+from support.models.chat_templates import HARMONY, THINKING
+from support.models.tokenizers import CHATML, char_tokenizer
 
 from burnish.config.schema import DataConfig
 from burnish.data.chat import ChatEncoder, Conversation

@@ -2,8 +2,8 @@ import json
 from types import SimpleNamespace
 
 import pytest
+from support.models.tokenizers import CHATML, CHATML_MARKED, char_tokenizer, save_char_tokenizer
 from tokenizers import AddedToken
-from tokenizers_for_tests import CHATML, CHATML_MARKED, char_tokenizer, save_char_tokenizer
 from transformers import GenerationConfig
 
 from burnish.data.tokenizer import (

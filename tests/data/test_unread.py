@@ -8,9 +8,9 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from chat_templates import THINKING, THOUGHTLESS, tokenizer_of
+from support.models.chat_templates import THINKING, THOUGHTLESS, tokenizer_of
+from support.models.tokenizers import CHATML, CHATML_MARKED, char_tokenizer
 from support.ranks.processes import run_ranks
-from tokenizers_for_tests import CHATML, CHATML_MARKED, char_tokenizer
 
 from burnish.config.schema import DataConfig
 from burnish.data.sources import load_rows

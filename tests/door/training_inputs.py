@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from door.mutations import bad_template, displace, mutated, spliced
-from tokenizers_for_tests import CHATML, CHATML_MARKED, save_char_tokenizer
+from support.models.tokenizers import CHATML, CHATML_MARKED, save_char_tokenizer
 from training_files import FRESH
 
 _CHAT = [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}]

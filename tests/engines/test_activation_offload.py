@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 from contracts.engine import cut, loss, make_examples, train
-from engines_for_tests import CPU, make_engine
-from tiny import VOCAB, save_tiny
+from support.models.engines import CPU, make_engine
+from support.models.tiny import VOCAB, save_tiny
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 from contracts.engine import assert_relative, cut, loss, make_examples, train
-from engines_for_tests import make_engine
+from support.models.engines import make_engine
+from support.models.tiny import VOCAB, save_tiny
 from support.ranks.processes import run_ranks
-from tiny import VOCAB, save_tiny
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig
 

@@ -9,8 +9,8 @@ from typing import Literal
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.models.tiny import tiny_config
 from support.nightly import draws
-from tiny import tiny_config
 from transformers import AutoConfig
 
 from burnish.config.schema import EngineConfig

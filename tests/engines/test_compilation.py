@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 from contracts.engine import cut, loss, make_examples, require_alike, train, train_by_hand
-from engines_for_tests import make_engine
+from support.models.engines import make_engine
+from support.models.tiny import VOCAB, save_tiny, tiny_config
 from support.ranks.processes import run_ranks
-from tiny import VOCAB, save_tiny, tiny_config
 from torch._dynamo.utils import counters
 from transformers import AutoModelForCausalLM
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from contracts.engine import cut, loss, make_examples
-from tiny import VOCAB
+from support.models.tiny import VOCAB
 from transformers import AutoConfig
 
 from burnish.config.schema import EngineConfig, OptimConfig

@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-from adapters_for_tests import RandomAdapter
 from contracts.engine import (
     CLIP,
     LR,
@@ -25,9 +24,10 @@ from contracts.engine import (
     train,
     train_by_hand,
 )
-from engines_for_tests import CPU, OPTIM, make_engine
+from support.models.adapters import RandomAdapter
+from support.models.engines import CPU, OPTIM, make_engine
+from support.models.tiny import VOCAB, WITH_STATE, save_tiny, tiny_config
 from support.ranks.processes import PATIENCE_SECONDS, run_ranks
-from tiny import VOCAB, WITH_STATE, save_tiny, tiny_config
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from adapters_for_tests import EXPERTS, LORA, plain_adapted, saved_name
 from contracts.engine import (
     LR,
     assert_relative,
@@ -21,10 +20,11 @@ from contracts.engine import (
     train_by_hand,
     whole,
 )
-from engines_for_tests import CPU, make_engine
 from safetensors.torch import load_file
+from support.models.adapters import EXPERTS, LORA, plain_adapted, saved_name
+from support.models.engines import CPU, make_engine
+from support.models.tiny import VOCAB, save_tiny
 from support.ranks.processes import run_ranks
-from tiny import VOCAB, save_tiny
 from torch import Tensor
 
 from burnish.config.schema import LoraConfig

@@ -15,9 +15,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
+from support.models.tiny import tiny_config
 from support.nightly import by_day
 from support.ranks.processes import run_ranks
-from tiny import tiny_config
 from torch.profiler import ProfilerActivity, profile
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoConfig

@@ -17,10 +17,10 @@ from contracts.engine import (
     train,
 )
 from contracts.engine import whole as whole_of
-from engines_for_tests import make_engine
 from safetensors.torch import load_file
+from support.models.engines import make_engine
+from support.models.tiny import VOCAB, save_tiny, tiny_config
 from support.ranks.processes import run_ranks
-from tiny import VOCAB, save_tiny, tiny_config
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from layout_pairs import require_every_pair
-from tiny import save_tiny
+from support.models.tiny import save_tiny
 
 from burnish.checkpoint.steps import newest
 from burnish.config.schema import LoraConfig, OptimConfig

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 from contracts.engine import assert_relative, cut, examples_that_begin_alike, loss
-from engines_for_tests import CPU, OPTIM, make_engine
-from routers_for_tests import (
+from support.models.engines import CPU, OPTIM, make_engine
+from support.models.routers import (
     EXPERTS,
     WEIGHT,
     by_hand,
@@ -18,8 +18,8 @@ from routers_for_tests import (
     recorded,
     with_experts,
 )
+from support.models.tiny import VOCAB, save_tiny, tiny_config
 from support.ranks.processes import run_ranks
-from tiny import VOCAB, save_tiny, tiny_config
 from torch import Tensor
 
 from burnish.check.comparison import BatchOutcome, step_of_engine

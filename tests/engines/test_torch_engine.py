@@ -21,9 +21,9 @@ from contracts.engine import (
     train_by_hand,
     whole,
 )
-from engines_for_tests import CPU, OPTIM, make_engine
+from support.models.engines import CPU, OPTIM, make_engine
+from support.models.tiny import VOCAB, save_tiny, tiny_config
 from support.ranks.processes import run_ranks
-from tiny import VOCAB, save_tiny, tiny_config
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM

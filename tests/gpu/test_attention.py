@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from support.models.tiny import FAMILIES, MIXTURES, VOCAB, tiny_model
 from support.ranks.devices import DEVICES
-from tiny import FAMILIES, MIXTURES, VOCAB, tiny_model
 from torch import Tensor, nn
 
 from burnish.models.kernels.attention import (

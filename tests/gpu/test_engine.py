@@ -15,9 +15,9 @@ from contracts.engine import (
     train_by_hand,
     whole,
 )
-from engines_for_tests import make_engine
+from support.models.engines import make_engine
+from support.models.tiny import MIXTURES, VOCAB, save_tiny, tiny_model
 from support.ranks.devices import DEVICES
-from tiny import MIXTURES, VOCAB, save_tiny, tiny_model
 from torch import Tensor
 
 from burnish.boxes.shards import Shard

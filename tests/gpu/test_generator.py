@@ -16,8 +16,8 @@ from contracts.generator import (
     logits_by_hand,
     make_requests,
 )
+from support.models.tiny import FAMILIES, tiny_model
 from support.ranks.devices import CPU, CUDA, DEVICES, on_gpu
-from tiny import FAMILIES, tiny_model
 from transformers import PreTrainedModel
 
 from burnish.boxes.shards import Publication

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 from contracts.engine import make_examples, train, train_by_hand
-from engines_for_tests import make_engine
-from tiny import VOCAB, save_tiny
+from support.models.engines import make_engine
+from support.models.tiny import VOCAB, save_tiny
 from transformers import AutoModelForCausalLM
 
 from burnish.distributed.layout import Layout

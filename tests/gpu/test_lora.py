@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from adapters_for_tests import EXPERTS, LORA, plain_adapted
 from contracts.engine import cut, make_examples, train, train_by_hand
-from engines_for_tests import make_engine
-from generators_for_tests import differences, make_generator
-from tiny import VOCAB, save_tiny, tiny_config
+from support.models.adapters import EXPERTS, LORA, plain_adapted
+from support.models.engines import make_engine
+from support.models.generators import differences, make_generator
+from support.models.tiny import VOCAB, save_tiny, tiny_config
 
 from burnish.config.schema import LoraConfig
 from burnish.distributed.layout import Layout

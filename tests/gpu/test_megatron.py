@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 from contracts.engine import BETAS, CLIP, assert_relative, make_examples, train
-from engines_for_tests import make_engine
+from support.models.engines import make_engine
+from support.models.tiny import VOCAB, save_tiny
 from support.ranks.devices import DEVICES
-from tiny import VOCAB, save_tiny
 from torch import Tensor
 from transformers import AutoConfig
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from contracts.engine import LR, cut, loss, make_examples
-from tiny import VOCAB, save_tiny
+from support.models.tiny import VOCAB, save_tiny
 from transformers import AutoConfig
 
 from burnish.config.schema import EngineConfig, OptimConfig

@@ -14,9 +14,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from contracts.engine import assert_relative, make_examples, train, train_by_hand
-from engines_for_tests import make_engine
+from support.models.engines import make_engine
+from support.models.tiny import VOCAB, save_tiny, tiny_model
 from support.ranks.processes import torchrun_environ
-from tiny import VOCAB, save_tiny, tiny_model
 from torch import Tensor
 from transformers import AutoConfig
 

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 from contracts.engine import cut, loss, make_examples
-from engines_for_tests import make_engine
+from support.models.engines import make_engine
+from support.models.tiny import MIXTURES, VOCAB, save_tiny
 from support.ranks.devices import DEVICES
-from tiny import MIXTURES, VOCAB, save_tiny
 
 from burnish.distributed.processes import process_group
 

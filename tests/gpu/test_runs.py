@@ -16,9 +16,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.models.tiny import save_base, save_classifier
 from support.ranks.devices import CUDA, DEVICES, on_gpu
 from support.ranks.fork_server import with_given_path
-from tiny import save_base, save_classifier
 from training_files import MIXTURE, make_files, metrics, weights
 
 from burnish.config.constraints import check

@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from adapters_for_tests import published_beside
 from contracts.generator import (
     GeneratorContract,
     assert_same,
@@ -22,9 +21,10 @@ from contracts.generator import (
     logits_by_hand,
     make_requests,
 )
-from generators_for_tests import builtin, make_generator
+from support.models.adapters import published_beside
+from support.models.generators import builtin, make_generator
+from support.models.tiny import tiny_model
 from support.ranks.devices import CPU, DEVICES
-from tiny import tiny_model
 from training_files import RL, done, make_files, metrics
 from transformers import PreTrainedModel
 

@@ -1,6 +1,6 @@
 import pytest
 import torch
-from tiny import VOCAB, tiny_model
+from support.models.tiny import VOCAB, tiny_model
 from torch import nn
 
 from burnish.errors import IncompatibleError

@@ -5,9 +5,9 @@ import logging
 
 import pytest
 import torch
-from composites_for_tests import KINDS, save_composite
 from safetensors.torch import load_file, save_file
-from tokenizers_for_tests import char_tokenizer
+from support.models.composites import KINDS, save_composite
+from support.models.tokenizers import char_tokenizer
 from transformers import AutoModelForImageTextToText
 from transformers.models.llava.modeling_llava import LlavaForConditionalGeneration
 

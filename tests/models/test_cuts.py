@@ -4,7 +4,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tiny import tiny_config
+from support.models.tiny import tiny_config
 
 from burnish.models.meta_init import build_on_meta
 from burnish.models.names import regions

@@ -2,7 +2,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tiny import FAMILIES, MIXTURES, VOCAB, tiny_config, tiny_model
+from support.models.tiny import FAMILIES, MIXTURES, VOCAB, tiny_config, tiny_model
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM
 

@@ -2,8 +2,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from support.models.tiny import FAMILIES, tiny_config
 from support.nightly import draws
-from tiny import FAMILIES, tiny_config
 from torch import nn
 
 from burnish.families import family_of

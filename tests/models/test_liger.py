@@ -15,10 +15,10 @@ from typing import Any
 
 import pytest
 import torch
-from adapters_for_tests import LORA, plain_adapted
 from contracts.engine import make_examples, train, train_by_hand
-from engines_for_tests import CPU, make_engine
-from tiny import FAMILIES, VOCAB, save_tiny, tiny_config
+from support.models.adapters import LORA, plain_adapted
+from support.models.engines import CPU, make_engine
+from support.models.tiny import FAMILIES, VOCAB, save_tiny, tiny_config
 from torch import Tensor
 from torch.nn import functional
 from transformers import AutoModelForCausalLM

@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers
 from packaging.version import Version
-from tiny import FAMILIES, VOCAB, save_tiny, tiny_config, tiny_model
+from support.models.tiny import FAMILIES, VOCAB, save_tiny, tiny_config, tiny_model
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from adapters_for_tests import EXPERTS, LORA, RandomAdapter, plain_adapted
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
-from tiny import FAMILIES, MIXTURES, VOCAB, save_tiny, tiny_config, tiny_model
+from support.models.adapters import EXPERTS, LORA, RandomAdapter, plain_adapted
+from support.models.tiny import FAMILIES, MIXTURES, VOCAB, save_tiny, tiny_config, tiny_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from burnish.boxes.box import Box, whole

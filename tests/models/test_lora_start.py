@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from adapters_for_tests import LORA, plain_adapted
 from safetensors.torch import load_file, save_file
-from tiny import save_tiny, tiny_config, tiny_model
+from support.models.adapters import LORA, plain_adapted
+from support.models.tiny import save_tiny, tiny_config, tiny_model
 from transformers import AutoConfig, PretrainedConfig
 
 from burnish.boxes.box import Box, whole

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 
 import pytest
 import torch
-from tiny import VOCAB, tiny_config, tiny_model
+from support.models.tiny import VOCAB, tiny_config, tiny_model
 from torch import Tensor
 from transformers import PretrainedConfig
 

@@ -1,8 +1,8 @@
 import pytest
 import torch
 from safetensors.torch import load_file
+from support.models.tiny import FAMILIES, save_tiny, tiny_config, tiny_model
 from support.ranks.processes import run_ranks
-from tiny import FAMILIES, save_tiny, tiny_config, tiny_model
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from transformers.conversion_mapping import register_checkpoint_conversion_mapping

@@ -11,8 +11,8 @@ import torch
 from contracts.engine import assert_relative, make_examples, score_by_hand
 from hypothesis import given
 from hypothesis import strategies as st
-from routers_for_tests import balancing_loss, prescribe, record_logits
-from tiny import VOCAB, tiny_config, tiny_model
+from support.models.routers import balancing_loss, prescribe, record_logits
+from support.models.tiny import VOCAB, tiny_config, tiny_model
 from torch import Tensor
 
 from burnish.boxes.box import whole

@@ -2,8 +2,8 @@ from itertools import product
 
 import pytest
 import torch
+from support.models.tiny import FAMILIES, VOCAB, tiny_config, tiny_model
 from support.nightly import by_day
-from tiny import FAMILIES, VOCAB, tiny_config, tiny_model
 from transformers import AutoConfig
 
 from burnish.errors import IncompatibleError

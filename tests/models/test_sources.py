@@ -8,7 +8,7 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
-from tiny import FAMILIES, WITH_STATE, save_tiny, tiny_config, tiny_model
+from support.models.tiny import FAMILIES, WITH_STATE, save_tiny, tiny_config, tiny_model
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,

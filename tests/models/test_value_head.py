@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
+from support.models.tiny import FAMILIES, VOCAB, save_tiny, tiny_config, tiny_model
 from support.nightly import by_day
-from tiny import FAMILIES, VOCAB, save_tiny, tiny_config, tiny_model
 from torch import Tensor
 from transformers import AutoModelForTokenClassification, PretrainedConfig, PreTrainedModel
 

@@ -12,8 +12,8 @@ import torch
 from hypothesis import given, note
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
+from support.models.tiny import save_tiny
 from support.nightly import draws
-from tiny import save_tiny
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 

@@ -3,6 +3,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from support.models.known_sizes import COUNTED as MODEL
 
 from burnish.config.schema import RunConfig
 from burnish.distributed.accelerators import ACCELERATORS, accelerator_named
@@ -11,7 +12,6 @@ from burnish.families import ModelShape
 from burnish.plan import devices
 from burnish.plan.devices import GIB, devices_here, parse_devices
 from burnish.plan.layout_search import Planner
-from tests.model_shapes import COUNTED as MODEL
 
 
 @pytest.mark.parametrize(

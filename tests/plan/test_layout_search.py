@@ -1,7 +1,7 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from model_shapes import QWEN3_8B
+from support.models.known_sizes import QWEN3_8B
 from support.nightly import draws
 
 from burnish.config.constraints import check

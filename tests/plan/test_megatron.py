@@ -3,7 +3,7 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from model_shapes import QWEN3_8B
+from support.models.known_sizes import QWEN3_8B
 
 from burnish.config.constraints import check
 from burnish.config.document import dump_yaml

@@ -5,12 +5,12 @@ The model has 3 layers of 4 · 8·8 + 3 · 8·16 + 2 · 8 = 656 elements, and ou
 """
 
 import pytest
+from support.models.known_sizes import COUNTED as MODEL
 
 from burnish.config.schema import RunConfig
 from burnish.families import ModelShape
 from burnish.plan.devices import parse_devices
 from burnish.plan.layout_search import Planner
-from tests.model_shapes import COUNTED as MODEL
 
 ALL, HEAD = 2488, 256
 TOKENS = 64

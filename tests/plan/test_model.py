@@ -1,8 +1,8 @@
 import re
 
 import pytest
-from tiny import FAMILIES as TINY
-from tiny import tiny_config
+from support.models.tiny import FAMILIES as TINY
+from support.models.tiny import tiny_config
 from transformers import AutoConfig
 
 from burnish.config.schema import LoraConfig

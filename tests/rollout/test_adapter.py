@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from adapters_for_tests import EXPERTS, LORA
 from contracts.engine import LR, cut, loss, make_examples
-from engines_for_tests import CPU, make_engine
-from generators_for_tests import DRAWN, GREEDY, differences, make_generator, require_close
+from support.models.adapters import EXPERTS, LORA
+from support.models.engines import CPU, make_engine
+from support.models.generators import DRAWN, GREEDY, differences, make_generator, require_close
+from support.models.tiny import VOCAB, save_tiny, tiny_config
 from support.ranks.processes import run_ranks
 from support.ranks.traffic import Traffic
-from tiny import VOCAB, save_tiny, tiny_config
 from torch import Tensor
 
 from burnish.boxes.shards import Publication

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from engines_for_tests import CPU, make_engine
-from generators_for_tests import differences, make_generator, require_close
+from support.models.engines import CPU, make_engine
+from support.models.generators import differences, make_generator, require_close
+from support.models.tiny import BOUNDED_STATES, FAMILIES, VOCAB, WITH_STATE, save_tiny, tiny_config
 from support.nightly import by_day
-from tiny import BOUNDED_STATES, FAMILIES, VOCAB, WITH_STATE, save_tiny, tiny_config
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,

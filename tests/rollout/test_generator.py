@@ -16,10 +16,17 @@ from contracts.generator import (
     logits_by_hand,
     make_requests,
 )
-from generators_for_tests import builtin
+from support.models.generators import builtin
+from support.models.tiny import (
+    BOUNDED_STATES,
+    FAMILIES,
+    MIXTURES,
+    WITH_STATE,
+    tiny_config,
+    tiny_model,
+)
 from support.nightly import by_day
 from support.ranks.processes import run_ranks
-from tiny import BOUNDED_STATES, FAMILIES, MIXTURES, WITH_STATE, tiny_config, tiny_model
 from torch import Tensor
 from transformers import PreTrainedModel
 

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 from contracts.generator import make_requests
-from engines_for_tests import CPU, make_engine
-from generators_for_tests import make_generator, scored
-from tiny import MIXTURES, save_tiny, tiny_config, tiny_model
+from support.models.engines import CPU, make_engine
+from support.models.generators import make_generator, scored
+from support.models.tiny import MIXTURES, save_tiny, tiny_config, tiny_model
 
 from burnish.boxes.shards import Publication
 from burnish.distributed.layout import Layout

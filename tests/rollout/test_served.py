@@ -18,14 +18,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from adapters_for_tests import LORA, published_beside
 from contracts.generator import GeneratorContract, assert_same, make_requests
-from generators_for_tests import make_generator
 from hypothesis import given
 from hypothesis import strategies as st
+from support.models.adapters import LORA, published_beside
+from support.models.generators import make_generator
+from support.models.tiny import tiny_config, tiny_model
 from support.nightly import by_day
 from support.ranks.processes import run_ranks
-from tiny import tiny_config, tiny_model
 from transformers import PreTrainedModel
 
 from burnish.boxes.box import Box

@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 import torch
 from contracts.generator import GeneratorContract, assert_same, make_requests
-from generators_for_tests import builtin
-from tiny import MIXTURES, tiny_config, tiny_model
+from support.models.generators import builtin
+from support.models.tiny import MIXTURES, tiny_config, tiny_model
 from transformers import PreTrainedModel
 
 from burnish.boxes.box import whole

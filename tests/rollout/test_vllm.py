@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from adapters_for_tests import EXPERTS, published_beside
 from contracts.generator import (
     GeneratorContract,
     assert_same,
@@ -19,8 +18,9 @@ from contracts.generator import (
     logits_by_hand,
     make_requests,
 )
-from generators_for_tests import builtin, make_generator
-from tiny import tiny_model
+from support.models.adapters import EXPERTS, published_beside
+from support.models.generators import builtin, make_generator
+from support.models.tiny import tiny_model
 from transformers import AutoConfig, PreTrainedModel
 
 from burnish.boxes.box import Box, whole

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from tiny import tiny_config
+from support.models.tiny import tiny_config
 
 from burnish.errors import IncompatibleError, MissingError
 from burnish.rollout.vllm.vllm_generator import VllmGenerator

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 from checkpoints_for_tests import committed
-from composites_for_tests import KINDS, answers, image_inputs, save_composite
 from safetensors import safe_open
+from support.models.composites import KINDS, answers, image_inputs, save_composite
 from support.nightly import by_day
 from training_files import RL, SFT, Command, burnish, done, make_files
 from transformers import AutoModelForImageTextToText

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from s3_server import S3Server
-from tokenizers_for_tests import save_char_tokenizer
+from support.models.tokenizers import save_char_tokenizer
 from training_files import FRESH, REWARDS, burnish, make_files
 
 from burnish.config.document import dump_yaml

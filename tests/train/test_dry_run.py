@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from support.models.tiny import save_tiny
+from support.models.tokenizers import save_char_tokenizer
 from support.nightly import by_day
-from tiny import save_tiny
-from tokenizers_for_tests import save_char_tokenizer
 from training_files import FRESH, burnish, make_files, write_rows
 
 from burnish.config.load import load_config

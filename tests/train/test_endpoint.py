@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers_for_tests import save_char_tokenizer
+from support.models.tokenizers import save_char_tokenizer
 from training_files import FRESH, RL, Command, rollouts, write_rows
 
 KEY = "OPENAI_API_KEY"

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.models.tokenizers import char_tokenizer
 from support.ranks.processes import run_ranks
-from tokenizers_for_tests import char_tokenizer
 
 from burnish.config.schema import AlgorithmConfig, DataConfig, RewardFunctionConfig, RunConfig
 from burnish.data.sources import load_rows

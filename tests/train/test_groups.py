@@ -12,8 +12,8 @@ from typing import Any, get_args
 import numpy as np
 import pytest
 import torch
+from support.models.tokenizers import char_tokenizer
 from support.ranks.processes import run_ranks
-from tokenizers_for_tests import char_tokenizer
 
 from burnish.algorithms.base import ScoredRollouts, load_advantage
 from burnish.config.schema import AdvantageName, RewardConfig, RunConfig

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 import torch
 from checkpoints_for_tests import committed
-from engines_for_tests import CPU, make_engine
-from generators_for_tests import make_generator
+from support.models.engines import CPU, make_engine
+from support.models.generators import make_generator
+from support.models.tiny import VOCAB, save_tiny
 from support.nightly import by_day
 from support.ranks.processes import run_ranks
-from tiny import VOCAB, save_tiny
 from torch import Tensor, nn
 from training_files import FRESH, RL
 from transformers import AutoConfig

@@ -11,8 +11,8 @@ import pytest
 import torch
 import yaml
 from hub_server import HubServer, hub_variables, running_hub
-from tiny import tiny_model
-from tokenizers_for_tests import char_tokenizer, save_char_tokenizer
+from support.models.tiny import tiny_model
+from support.models.tokenizers import char_tokenizer, save_char_tokenizer
 from training_files import burnish, make_files, ranks
 
 from burnish.config.load import load_config

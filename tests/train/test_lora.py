@@ -13,7 +13,7 @@ from checkpoints_for_tests import committed, contents_of
 from corruption import flip
 from peft import PeftModel
 from safetensors.torch import load_file
-from tiny import save_base
+from support.models.tiny import save_base
 from training_files import RL, SFT, burnish, done, metrics, outcome, weights, write_rows
 from transformers import AutoModelForCausalLM
 

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny import save_tiny
-from tokenizers_for_tests import CHATML, char_tokenizer, save_char_tokenizer
+from support.models.tiny import save_tiny
+from support.models.tokenizers import CHATML, char_tokenizer, save_char_tokenizer
 
 from burnish.config.schema import LoraConfig, ModelConfig, RunConfig
 from burnish.errors import BurnishError, UsageError

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from model_shapes import QWEN3_8B
+from support.models.known_sizes import QWEN3_8B
 
 from burnish.config.schema import RunConfig
 from burnish.distributed.layout import Layout

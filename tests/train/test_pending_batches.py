@@ -23,8 +23,8 @@ from corruption import flip
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from same_runs import assert_same
+from support.models.tiny import save_classifier
 from support.nightly import by_day
-from tiny import save_classifier
 from training_files import MIXTURE, RL, At, burnish, done, outcome, ranks, rollouts
 
 from burnish.api import run_command

@@ -15,10 +15,10 @@ import pytest
 import torch
 from corruption import flip
 from safetensors.torch import load_file, save_file
+from support.models.tiny import save_classifier
+from support.models.tokenizers import char_tokenizer
 from support.nightly import by_day
 from support.ranks.processes import run_ranks
-from tiny import save_classifier
-from tokenizers_for_tests import char_tokenizer
 from training_files import burnish, done, metrics
 from transformers import (
     AutoModelForSequenceClassification,

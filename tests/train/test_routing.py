@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import save_tiny
+from support.models.tiny import save_tiny
 from training_files import FRESH, MIXTURE, RL, metrics
 
 from burnish.api import run_command

@@ -6,9 +6,9 @@ import json
 from pathlib import Path
 
 import pytest
+from support.models.tiny import save_base
+from support.models.tokenizers import char_tokenizer
 from support.nightly import by_day
-from tiny import save_base
-from tokenizers_for_tests import char_tokenizer
 from training_files import FRESH, RL, SFT, burnish, done, write_rows
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 

@@ -11,7 +11,7 @@ from checkpoints_for_tests import committed
 from same_runs import assert_same
 from served_runs import IN_FLIGHT, STILL, drawn, written
 from servers_for_tests import Servers
-from tiny import save_base, save_classifier
+from support.models.tiny import save_base, save_classifier
 from training_files import RL, Command, done, metrics, outcome, ranks, rollouts
 
 from burnish.checkpoint.manifest import AHEAD

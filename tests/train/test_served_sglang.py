@@ -16,7 +16,7 @@ import pytest
 import torch
 from checkpoints_for_tests import committed
 from servers_for_tests import Servers
-from tiny import save_base
+from support.models.tiny import save_base
 from training_files import FRESH, RL, burnish, done, rollouts
 
 from burnish.config.constraints import check

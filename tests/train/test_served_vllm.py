@@ -13,8 +13,8 @@ import pytest
 from checkpoints_for_tests import committed
 from served_runs import IN_FLIGHT, STILL, beside, drawn, written
 from servers_for_tests import Servers
+from support.models.tiny import save_base
 from support.ranks.fork_server import ANEW
-from tiny import save_base
 from training_files import FRESH, RL, Command, burnish, done, metrics, rollouts
 
 pytest.importorskip("vllm", exc_type=ImportError)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from tiny import save_tiny, tiny_model
+from support.models.tiny import save_tiny, tiny_model
 
 from burnish.config.load import load_config
 from burnish.data.loader import Loader

@@ -17,7 +17,7 @@ from checkpoints_for_tests import (
 )
 from corruption import flip
 from safetensors.torch import load_file
-from tiny import tiny_model
+from support.models.tiny import tiny_model
 from transformers import AutoModelForCausalLM
 
 from burnish.checkpoint.steps import open_step

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from adapters_for_tests import EXPERTS, LORA, adapter_tensor, plain_adapted
 from checkpoints_for_tests import bits, contents_of, shards_of, written_by
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
-from tiny import save_tiny, tiny_config, tiny_model
-from tokenizers_for_tests import char_tokenizer, save_char_tokenizer
+from support.models.adapters import EXPERTS, LORA, adapter_tensor, plain_adapted
+from support.models.tiny import save_tiny, tiny_config, tiny_model
+from support.models.tokenizers import char_tokenizer, save_char_tokenizer
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 

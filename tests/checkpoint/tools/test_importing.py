@@ -6,7 +6,7 @@ import pytest
 import torch
 from checkpoints_for_tests import bits
 from safetensors.torch import load_file, save_file
-from tiny import save_tiny, tiny_model
+from support.models.tiny import save_tiny, tiny_model
 from transformers import AutoModelForCausalLM
 
 from burnish.boxes.tensor_reader import DirectoryReader

@@ -14,8 +14,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 from checkpoints_for_tests import bits
 from safetensors.torch import load_file, save_file
+from support.models.tiny import tiny_config, tiny_model
 from support.ranks.processes import run_ranks
-from tiny import tiny_config, tiny_model
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from support.models.tiny import save_tiny
+from support.models.transformer_engine import use_stand_ins
 from support.ranks.processes import run_ranks
-from tiny import save_tiny
-from transformer_engine_names import use_stand_ins
 from transformers import AutoConfig
 
 from burnish.checkpoint.load import StepReader

@@ -13,10 +13,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from contracts.engine import LR, cut, loss, make_examples, require_learnt
-from engines_for_tests import CPU, make_engine, make_frozen
 from megatron.core.pipeline_parallel import p2p_communication
+from support.models.engines import CPU, make_engine, make_frozen
+from support.models.tiny import VOCAB, save_tiny, tiny_config
 from support.ranks.processes import run_ranks
-from tiny import VOCAB, save_tiny, tiny_config
 from torch import Tensor
 
 from burnish.config.schema import EngineConfig

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 from contracts.engine import assert_relative, cut, make_examples, score_by_hand
-from engines_for_tests import make_engine
+from support.models.engines import make_engine
+from support.models.tiny import VOCAB, save_tiny, tiny_config
 from support.ranks.processes import run_ranks
-from tiny import VOCAB, save_tiny, tiny_config
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 

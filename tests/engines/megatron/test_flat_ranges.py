@@ -7,8 +7,8 @@ import math
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
+from support.models.tiny import tiny_config
 from support.nightly import draws
-from tiny import tiny_config
 
 from burnish.boxes.box import Box
 from burnish.engines.megatron.distributed_optimizer import boxes_in_range

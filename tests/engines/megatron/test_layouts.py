@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 import torch
 from contracts.engine import make_examples, require_alike, train, train_by_hand
-from engines_for_tests import make_engine
+from support.models.engines import make_engine
+from support.models.tiny import VOCAB, save_tiny
+from support.models.transformer_engine import use_stand_ins
 from support.ranks.processes import PATIENCE_SECONDS, run_ranks
-from tiny import VOCAB, save_tiny
 from torch import Tensor
-from transformer_engine_names import use_stand_ins
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from burnish.distributed.layout import Layout

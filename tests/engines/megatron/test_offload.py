@@ -11,9 +11,9 @@ from unittest.mock import patch
 import pytest
 import torch
 from contracts.engine import LR, cut, loss, make_examples
-from engines_for_tests import CPU, OPTIM, make_engine
+from support.models.engines import CPU, OPTIM, make_engine
+from support.models.tiny import VOCAB, save_tiny, tiny_config
 from support.ranks.processes import run_ranks
-from tiny import VOCAB, save_tiny, tiny_config
 from torch import Tensor
 
 from burnish.config.schema import EngineConfig, OptimConfig

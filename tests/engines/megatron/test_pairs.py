@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from layout_pairs import Layouts, require_every_pair
-from tiny import save_tiny
+from support.models.tiny import save_tiny
 
 from burnish.checkpoint.steps import newest
 from burnish.config.schema import OptimConfig

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import torch
 from contracts.engine import LR, cut, loss, make_examples
-from engines_for_tests import make_engine
-from generators_for_tests import make_generator, scored
+from support.models.engines import make_engine
+from support.models.generators import make_generator, scored
+from support.models.tiny import VOCAB, save_tiny
 from support.ranks.processes import run_ranks
-from tiny import VOCAB, save_tiny
 from transformers import AutoConfig
 
 from burnish.distributed.layout import Layout

@@ -14,16 +14,16 @@ import numpy as np
 import pytest
 import torch
 from contracts.engine import assert_relative, cut, examples_that_begin_alike, loss
-from engines_for_tests import OPTIM, make_engine
-from routers_for_tests import (
+from support.models.engines import OPTIM, make_engine
+from support.models.routers import (
     WEIGHT,
     by_hand,
     experts_of_others,
     recorded,
     with_experts,
 )
+from support.models.tiny import VOCAB, save_tiny, tiny_config
 from support.ranks.processes import run_ranks
-from tiny import VOCAB, save_tiny, tiny_config
 
 from burnish.check.comparison import step_of_engine
 from burnish.config.schema import EngineConfig

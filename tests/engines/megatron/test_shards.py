@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import torch
 from contracts.engine import whole
+from support.models.tiny import tiny_config
 from support.ranks.processes import run_ranks
-from tiny import tiny_config
 from torch import Tensor
 from transformers import PretrainedConfig
 

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 from contracts.engine import CLIP, assert_relative, cut, make_examples
-from engines_for_tests import OPTIM, make_engine, make_frozen
+from support.models.engines import OPTIM, make_engine, make_frozen
+from support.models.tiny import VOCAB, tiny_config
 from support.nightly import by_day
 from support.ranks.processes import run_ranks
-from tiny import VOCAB, tiny_config
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 

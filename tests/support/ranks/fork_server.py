@@ -91,12 +91,12 @@ PRELOAD = (
     "burnish.methods.parts.serve",
     "burnish.methods.sft",
     "burnish.view.report",
-    "adapters_for_tests",
+    "support.models.adapters",
     "contracts.engine",
-    "engines_for_tests",
+    "support.models.engines",
     "layout_pairs",
     "support.ranks.processes",
-    "tiny",
+    "support.models.tiny",
     "training_files",
 )
 

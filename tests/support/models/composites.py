@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tokenizers_for_tests import char_tokenizer, save_char_tokenizer
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedModel
+
+from support.models.tokenizers import char_tokenizer, save_char_tokenizer
 
 TEXT: dict[str, Any] = {
     "vocab_size": len(char_tokenizer()) + 8,

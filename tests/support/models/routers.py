@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from contracts.engine import CLIP, examples_that_begin_alike, score_by_hand
-from tiny import VOCAB
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
@@ -19,6 +18,7 @@ from burnish.engines.base import Engine
 from burnish.models.names import model_shards, regions
 from burnish.models.routing import router_of
 from burnish.records import Batch
+from support.models.tiny import VOCAB
 
 LAYERS, EXPERTS, CHOSEN = 2, 4, 2
 """Of the tiny Mixtral."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from tokenizers_for_tests import char_tokenizer
 from transformers import PreTrainedTokenizerFast
+
+from support.models.tokenizers import char_tokenizer
 
 LLAMA = (
     "{{ '<|begin_of_text|>' }}{% for m in messages %}"

@@ -6,8 +6,9 @@ import warnings
 from importlib import import_module
 from typing import Any
 
-from tiny import FAMILIES, tiny_config
 from transformers import AutoConfig, PretrainedConfig
+
+from support.models.tiny import FAMILIES, tiny_config
 
 _OTHERS: dict[str, dict[str, Any]] = {
     "hyperclovax": {"logits_scaling": 0.125},
@@ -71,7 +72,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 
 
 def listed_config(kind: str) -> PretrainedConfig:
-    """A configuration of a listed type: small for those that `tiny` has, else its default with what matters."""
+    """A configuration of a listed type: small for those that `support.models.tiny` has, else its default with what matters."""
     if kind == "gpt_bigcode":  # its module uses a deprecated decorator of torch
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from adapters_for_tests import RandomAdapter
 from contracts.engine import BETAS, CLIP
 from transformers import AutoConfig
 
@@ -15,6 +14,7 @@ from burnish.distributed.layout import Layout
 from burnish.engines import factory as making
 from burnish.engines.base import Engine, Part
 from burnish.models.loading import SafetensorsSource
+from support.models.adapters import RandomAdapter
 
 OPTIM = OptimConfig(betas=BETAS, weight_decay=0.1)
 CPU = torch.device("cpu")
