@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from checkpoints_for_tests import committed, fill_and_compare, make_state
+from support.checkpoints.states import committed, fill_and_compare, make_state
 
 from burnish.checkpoint.manager import Checkpoints, Load
 from burnish.checkpoint.retention import Retention

@@ -30,11 +30,11 @@ import crashes
 import fuzzing
 import mirror_crashes
 from aftermath import Verdict
-from checkpoints_for_tests import BIG_SHAPES, SHAPES
 from failpoints import FAULTS, MOMENTS, STAGING
 from faultfs import crash_states
 from killed_runs import KINDS, REWARD_RUNS, RUNS, generators_killed, judges_killed, killed
 from power_loss import SCENES, check, named_moments
+from support.checkpoints.states import BIG_SHAPES, SHAPES
 from training_files import done, make_files, outcome
 
 from burnish.tracking.progress import Progress

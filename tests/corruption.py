@@ -13,7 +13,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from checkpoints_for_tests import BIG_SHAPES, SHAPES, make_state, save_once, shards_of, written_by
+from support.checkpoints.states import (
+    BIG_SHAPES,
+    SHAPES,
+    make_state,
+    save_once,
+    shards_of,
+    written_by,
+)
 from support.models.tokenizers import save_char_tokenizer
 
 from burnish.checkpoint.load import CheckpointSource

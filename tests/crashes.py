@@ -11,15 +11,6 @@ from pathlib import Path
 
 import torch
 from aftermath import ONE, Verdict, resumable, resumed_with
-from checkpoints_for_tests import (
-    BIG_SHAPES,
-    contents_of,
-    fill_and_compare,
-    make_state,
-    save_once,
-    shards_of,
-)
-from engine_states import ENGINES, RESUMED_BY, make_engine, require_loaded, shapes, shards_in
 from failpoints import (
     EXPORTING,
     FAULTS,
@@ -32,6 +23,22 @@ from failpoints import (
     StrikingList,
 )
 from power_loss import EXPORT_BYTES, finite_weights
+from support.checkpoints.engine_states import (
+    ENGINES,
+    RESUMED_BY,
+    make_engine,
+    require_loaded,
+    shapes,
+    shards_in,
+)
+from support.checkpoints.states import (
+    BIG_SHAPES,
+    contents_of,
+    fill_and_compare,
+    make_state,
+    save_once,
+    shards_of,
+)
 from support.ranks.processes import RankFailed, run_ranks
 
 from burnish.checkpoint.manager import Checkpoints

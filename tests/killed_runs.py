@@ -11,8 +11,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from checkpoints_for_tests import committed
 from served_runs import beside
+from support.checkpoints.states import committed
 from support.ranks.fork_server import ANEW
 from training_files import Command, done, outcome, ranks
 

@@ -15,7 +15,13 @@ from pathlib import Path
 from threading import Lock
 
 from aftermath import Verdict
-from checkpoints_for_tests import BIG_SHAPES, committed, contents_of, fill_and_compare, make_state
+from support.checkpoints.states import (
+    BIG_SHAPES,
+    committed,
+    contents_of,
+    fill_and_compare,
+    make_state,
+)
 from support.ranks.fork_server import Forked
 
 from burnish.checkpoint.destinations.mirror import Mirror, Sync

@@ -9,10 +9,16 @@ from pathlib import Path
 
 import torch
 from aftermath import ONE, Verdict, resumable
-from checkpoints_for_tests import contents_of, fill_and_compare, make_state, save_once, shards_of
 from failpoints import EXPORTING, RESUMING, SAVING
 from faultfs import History, RecordingStorage, SharedRecordingStorage, fresh, write_out
 from safetensors.torch import load_file
+from support.checkpoints.states import (
+    contents_of,
+    fill_and_compare,
+    make_state,
+    save_once,
+    shards_of,
+)
 from support.ranks.processes import run_ranks
 
 from burnish.checkpoint.manager import Checkpoints

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints_for_tests import committed
+from support.checkpoints.states import committed
 from training_files import metrics, weights
 
 from burnish.tracking.rollouts import read_rollouts, rollout_files

@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from checkpoints_for_tests import committed
 from commands_for_tests import run
 from safetensors.torch import load_file
+from support.checkpoints.states import committed
 from support.models.tokenizers import char_tokenizer, save_char_tokenizer
 from support.ranks.fork_server import TESTS, Forked, with_given_path
 from support.ranks.ports import free_port

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
-from pieces_for_tests import BF16, F32, random_layout
+from support.checkpoints.random_layouts import BF16, F32, random_layout
 from support.nightly import by_day, draws
 from support.ranks.processes import run_ranks
 from support.ranks.traffic import Traffic

@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from pieces_for_tests import F32, piece, random_layout, tables
+from support.checkpoints.random_layouts import F32, piece, random_layout, tables
 
 from burnish.boxes.box import Box, intersect, whole
 from burnish.boxes.plan import plan, schedule

@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from pieces_for_tests import BF16, F32, random_layout
+from support.checkpoints.random_layouts import BF16, F32, random_layout
 from support.nightly import draws
 from support.ranks.processes import run_ranks
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoints_for_tests import (
+from support.checkpoints.states import (
     BIG_SHAPES,
     FaultyStorage,
     OnceFullStorage,

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoints_for_tests import bits, make_state, save_once, shards_of
+from support.checkpoints.states import bits, make_state, save_once, shards_of
 from support.ranks.processes import run_ranks
 
 from burnish.checkpoint.load import CheckpointSource

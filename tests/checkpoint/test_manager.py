@@ -8,7 +8,8 @@ import os
 from pathlib import Path
 
 import pytest
-from checkpoints_for_tests import (
+from corruption import flip
+from support.checkpoints.states import (
     StubbornStorage,
     committed,
     contents_of,
@@ -16,7 +17,6 @@ from checkpoints_for_tests import (
     make_state,
     save_once,
 )
-from corruption import flip
 from support.ranks.processes import run_ranks
 
 from burnish.checkpoint.manager import Checkpoints

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoints_for_tests import contents_of, make_state, shards_of, writer_pid
+from support.checkpoints.states import contents_of, make_state, shards_of, writer_pid
 from support.ranks.processes import run_ranks
 
 from burnish.checkpoint.load import CheckpointSource

@@ -6,7 +6,7 @@ import functools
 
 import pytest
 import torch
-from checkpoints_for_tests import save_once, shards_of, written_by
+from support.checkpoints.states import save_once, shards_of, written_by
 from support.models.tiny import tiny_model
 from transformers import AutoModelForCausalLM
 

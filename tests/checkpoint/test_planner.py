@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoints_for_tests import contents_of, make_state
-from pieces_for_tests import piece
+from support.checkpoints.random_layouts import piece
+from support.checkpoints.states import contents_of, make_state
 from support.ranks.processes import run_ranks
 
 from burnish.boxes.box import Box, whole

@@ -7,14 +7,14 @@ import shutil
 from pathlib import Path
 
 import pytest
-from checkpoints_for_tests import (
+from corruption import flip
+from support.checkpoints.states import (
     BIG_SHAPES,
     contents_of,
     fill_and_compare,
     make_state,
     save_once,
 )
-from corruption import flip
 from support.ranks.processes import RankFailed, run_ranks
 
 from burnish.checkpoint.manager import Checkpoints

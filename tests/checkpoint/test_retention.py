@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 
 import pytest
-from checkpoints_for_tests import committed, save_once
 from hypothesis import given
 from hypothesis import strategies as st
+from support.checkpoints.states import committed, save_once
 
 from burnish.checkpoint.retention import (
     Retention,

@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoints_for_tests import (
+from corruption import flip
+from safetensors.torch import load_file
+from support.checkpoints.states import (
     ASSETS,
     SHAPES,
     contents_of,
@@ -16,8 +18,6 @@ from checkpoints_for_tests import (
     make_state,
     shards_of,
 )
-from corruption import flip
-from safetensors.torch import load_file
 from support.ranks.processes import run_ranks
 
 from burnish.checkpoint.load import CheckpointSource, StepReader

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoints_for_tests import (
+from corruption import flip
+from support.checkpoints.states import (
     BIG_SHAPES,
     FaultyStorage,
     bits,
@@ -20,7 +21,6 @@ from checkpoints_for_tests import (
     save_once,
     shards_of,
 )
-from corruption import flip
 from support.ranks.processes import run_ranks
 
 from burnish.boxes.box import Box, whole

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from checkpoints_for_tests import save_once, shards_of
 from safetensors.torch import save_file
+from support.checkpoints.states import save_once, shards_of
 
 from burnish.distributed.layout import Layout
 

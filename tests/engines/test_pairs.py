@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from layout_pairs import require_every_pair
+from support.checkpoints.layout_pairs import require_every_pair
 from support.models.tiny import save_tiny
 
 from burnish.checkpoint.steps import newest

@@ -14,8 +14,8 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from checkpoints_for_tests import committed
 from killed_runs import KINDS, SAVING, killed
+from support.checkpoints.states import committed
 from support.ranks.fork_server import ANEW
 from training_files import At, Command, burnish, done, make_files, outcome
 

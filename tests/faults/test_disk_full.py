@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from checkpoints_for_tests import committed
+from support.checkpoints.states import committed
 from training_files import Command, burnish, done, make_files, metrics
 
 from burnish.checkpoint.steps import verify

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
-from checkpoints_for_tests import (
+from support.checkpoints.states import (
     DeadlyStorage,
     FaultyStorage,
     committed,

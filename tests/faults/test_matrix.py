@@ -7,8 +7,8 @@ from collections import Counter
 
 import pytest
 from crashes import LAYOUTS, Cell, cells, try_cell
-from engine_states import RESUMED_BY
 from failpoints import FAULTS, MOMENTS, STAGING
+from support.checkpoints.engine_states import RESUMED_BY
 
 HANG = Cell("at half of the blocks", "hang", "2 + writers")
 """A hang takes long, so there is one."""

@@ -9,8 +9,8 @@ import time
 from functools import cache
 
 import pytest
-from checkpoints_for_tests import committed
 from killed_runs import AHEAD, REWARD_RUNS, generators_killed, judges_killed
+from support.checkpoints.states import committed
 from training_files import At, Command, burnish, done, make_files, outcome
 
 KINDS = {

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoints_for_tests import committed
+from support.checkpoints.states import committed
 from training_files import At, Command, done, make_files, outcome
 
 EVERY = "evaluation.every=0"

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import pytest
-from checkpoints_for_tests import FaultyStorage
+from support.checkpoints.states import FaultyStorage
 
 from burnish.errors import BurnishError
 from burnish.files.durable import (

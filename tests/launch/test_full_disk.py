@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from checkpoints_for_tests import committed
+from support.checkpoints.states import committed
 from training_files import done, outcome
 
 from burnish.errors import UsageError

@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from checkpoints_for_tests import committed
+from support.checkpoints.states import committed
 from support.ranks.waiting import until
 
 pytestmark = pytest.mark.nightly

@@ -7,8 +7,8 @@ import shutil
 import signal
 
 import pytest
-from checkpoints_for_tests import committed
 from safetensors.torch import load_file, save_file
+from support.checkpoints.states import committed
 from support.nightly import by_day
 from training_files import At, burnish, done, make_files, metrics, rollouts, write_rows
 

@@ -8,9 +8,9 @@ import signal
 
 import pytest
 import torch
-from checkpoints_for_tests import committed, contents_of, make_state
 from corruption import flip
 from safetensors.torch import load_file
+from support.checkpoints.states import committed, contents_of, make_state
 from support.nightly import by_day
 from training_files import FRESH, At, burnish, done, metrics, outcome
 from transformers import AutoConfig, AutoModelForCausalLM

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints_for_tests import committed
 from safetensors import safe_open
+from support.checkpoints.states import committed
 from support.models.composites import KINDS, answers, image_inputs, save_composite
 from support.nightly import by_day
 from training_files import RL, SFT, Command, burnish, done, make_files

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import numpy as np
 import pytest
 import torch
-from checkpoints_for_tests import committed
+from support.checkpoints.states import committed
 from support.models.engines import CPU, make_engine
 from support.models.generators import make_generator
 from support.models.tiny import VOCAB, save_tiny

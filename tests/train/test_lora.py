@@ -9,10 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from checkpoints_for_tests import committed, contents_of
 from corruption import flip
 from peft import PeftModel
 from safetensors.torch import load_file
+from support.checkpoints.states import committed, contents_of
 from support.models.tiny import save_base
 from training_files import RL, SFT, burnish, done, metrics, outcome, weights, write_rows
 from transformers import AutoModelForCausalLM

@@ -8,7 +8,7 @@ import signal
 import time
 
 import pytest
-from checkpoints_for_tests import committed
+from support.checkpoints.states import committed
 from training_files import At, Command, burnish, done, make_files, outcome, ranks
 
 from burnish.checkpoint.destinations.remote_steps import RemoteSteps

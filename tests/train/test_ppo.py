@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoints_for_tests import committed
 from safetensors.torch import load_file
+from support.checkpoints.states import committed
 from training_files import At, burnish, done, metrics, outcome, weights
 from transformers import AutoModelForTokenClassification
 

@@ -11,8 +11,8 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from checkpoints_for_tests import committed
 from same_runs import RL, assert_same
+from support.checkpoints.states import committed
 from support.nightly import by_day
 from support.ranks.fork_server import with_given_path
 from training_files import done, metrics, ranks, rollouts

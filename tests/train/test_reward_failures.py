@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from checkpoints_for_tests import committed
+from support.checkpoints.states import committed
 from training_files import burnish, done, make_files, metrics, outcome, ranks, rollouts
 
 REWARDS = """\

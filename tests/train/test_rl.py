@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from checkpoints_for_tests import committed
+from support.checkpoints.states import committed
 from support.nightly import by_day
 from training_files import RL, metrics, rollouts, weights
 

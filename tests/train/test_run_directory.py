@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from checkpoints_for_tests import save_once
+from support.checkpoints.states import save_once
 
 from burnish.config.document import dump_yaml
 from burnish.config.resume import RunIdentity

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoints_for_tests import committed
 from same_runs import assert_same
 from served_runs import IN_FLIGHT, STILL, drawn, written
 from servers_for_tests import Servers
+from support.checkpoints.states import committed
 from support.models.tiny import save_base, save_classifier
 from training_files import RL, Command, done, metrics, outcome, ranks, rollouts
 

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoints_for_tests import committed
 from served_runs import IN_FLIGHT, QUICK, STILL, beside, drawn, state_of, written
+from support.checkpoints.states import committed
 from support.ranks.fork_server import ANEW
 from training_files import At, Command, burnish, done, metrics, outcome, ranks, weights
 

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from checkpoints_for_tests import committed
 from servers_for_tests import Servers
+from support.checkpoints.states import committed
 from support.models.tiny import save_base
 from training_files import FRESH, RL, burnish, done, rollouts
 

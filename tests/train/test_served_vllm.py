@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoints_for_tests import committed
 from served_runs import IN_FLIGHT, STILL, beside, drawn, written
 from servers_for_tests import Servers
+from support.checkpoints.states import committed
 from support.models.tiny import save_base
 from support.ranks.fork_server import ANEW
 from training_files import FRESH, RL, Command, burnish, done, metrics, rollouts

@@ -15,7 +15,7 @@ from contextlib import closing
 
 import pytest
 import torch
-from checkpoints_for_tests import committed
+from support.checkpoints.states import committed
 from support.nightly import by_day
 from training_files import FRESH, At, burnish, done, metrics, rollouts, weights, write_rows
 from transformers import AutoModelForCausalLM, AutoTokenizer

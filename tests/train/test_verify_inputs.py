@@ -7,8 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from checkpoints_for_tests import save_once
 from corruption import flip
+from support.checkpoints.states import save_once
 from support.ranks.processes import RankFailed, run_ranks
 
 from burnish.distributed.layout import Layout

@@ -8,8 +8,14 @@ import uuid
 from dataclasses import replace
 
 import pytest
-from checkpoints_for_tests import committed, contents_of, fill_and_compare, make_state, save_once
 from corruption import flip
+from support.checkpoints.states import (
+    committed,
+    contents_of,
+    fill_and_compare,
+    make_state,
+    save_once,
+)
 
 from burnish.checkpoint.destinations.mirror import Mirror, Sync
 from burnish.checkpoint.destinations.remote_steps import DAMAGED, RemotePath

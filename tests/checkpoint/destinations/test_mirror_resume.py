@@ -10,7 +10,8 @@ import uuid
 from pathlib import Path
 
 import pytest
-from checkpoints_for_tests import (
+from corruption import flip
+from support.checkpoints.states import (
     BIG_SHAPES,
     committed,
     contents_of,
@@ -18,7 +19,6 @@ from checkpoints_for_tests import (
     make_state,
     save_once,
 )
-from corruption import flip
 from support.ranks.processes import run_ranks
 
 from burnish.checkpoint.destinations.mirror import Mirror, Sync

@@ -5,10 +5,10 @@ import math
 import numpy as np
 import pytest
 import torch
-from checkpoints_for_tests import make_state, save_once, shards_of
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
+from support.checkpoints.states import make_state, save_once, shards_of
 
 from burnish.boxes.tensor_reader import DirectoryReader
 from burnish.checkpoint.load import StepReader

@@ -5,7 +5,9 @@ import json
 
 import pytest
 import torch
-from checkpoints_for_tests import (
+from corruption import flip
+from safetensors.torch import load_file
+from support.checkpoints.states import (
     BIG_SHAPES,
     FaultyStorage,
     bits,
@@ -15,8 +17,6 @@ from checkpoints_for_tests import (
     shards_of,
     written_by,
 )
-from corruption import flip
-from safetensors.torch import load_file
 from support.models.tiny import tiny_model
 from transformers import AutoModelForCausalLM
 

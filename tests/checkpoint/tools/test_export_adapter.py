@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoints_for_tests import bits, contents_of, shards_of, written_by
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
+from support.checkpoints.states import bits, contents_of, shards_of, written_by
 from support.models.adapters import EXPERTS, LORA, adapter_tensor, plain_adapted
 from support.models.tiny import save_tiny, tiny_config, tiny_model
 from support.models.tokenizers import char_tokenizer, save_char_tokenizer

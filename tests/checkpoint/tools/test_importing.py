@@ -4,8 +4,8 @@ import json
 
 import pytest
 import torch
-from checkpoints_for_tests import bits
 from safetensors.torch import load_file, save_file
+from support.checkpoints.states import bits
 from support.models.tiny import save_tiny, tiny_model
 from transformers import AutoModelForCausalLM
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from checkpoints_for_tests import bits
 from safetensors.torch import load_file, save_file
+from support.checkpoints.states import bits
 from support.models.tiny import tiny_config, tiny_model
 from support.ranks.processes import run_ranks
 from torch.distributed.device_mesh import init_device_mesh

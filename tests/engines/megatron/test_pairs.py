@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from layout_pairs import Layouts, require_every_pair
+from support.checkpoints.layout_pairs import Layouts, require_every_pair
 from support.models.tiny import save_tiny
 
 from burnish.checkpoint.steps import newest

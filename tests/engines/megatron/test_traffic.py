@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from engine_states import config, shapes
+from support.checkpoints.engine_states import config, shapes
 from support.ranks.processes import run_ranks
 from support.ranks.traffic import EXCHANGE, Traffic
 

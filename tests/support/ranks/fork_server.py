@@ -94,7 +94,7 @@ PRELOAD = (
     "support.models.adapters",
     "contracts.engine",
     "support.models.engines",
-    "layout_pairs",
+    "support.checkpoints.layout_pairs",
     "support.ranks.processes",
     "support.models.tiny",
     "training_files",

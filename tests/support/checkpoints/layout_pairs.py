@@ -12,9 +12,6 @@ from typing import Any
 import pytest
 import torch
 from contracts.engine import LR, cut, loss, make_examples, whole
-from support.models.engines import make_engine
-from support.models.tiny import VOCAB
-from support.ranks.processes import run_ranks
 from torch import Tensor
 
 from burnish.checkpoint.load import CheckpointSource
@@ -25,6 +22,9 @@ from burnish.checkpoint.write_plan import MAIN
 from burnish.config.schema import OptimConfig
 from burnish.distributed.layout import Layout
 from burnish.engines.base import Engine, Part
+from support.models.engines import make_engine
+from support.models.tiny import VOCAB
+from support.ranks.processes import run_ranks
 
 DEFAULTS = OptimConfig()
 SAVED = (Part.WEIGHTS, Part.TRAINING)

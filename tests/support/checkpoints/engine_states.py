@@ -11,8 +11,6 @@ from functools import cache
 from typing import Any
 
 import torch
-from checkpoints_for_tests import bits
-from support.models.tiny import tiny_config
 from torch import Tensor
 from transformers import PretrainedConfig
 
@@ -24,6 +22,8 @@ from burnish.engines.megatron.megatron_engine import MegatronEngine
 from burnish.engines.torch.torch_engine import TorchEngine
 from burnish.models.meta_init import build_on_meta
 from burnish.models.names import tensor_specs
+from support.checkpoints.states import bits
+from support.models.tiny import tiny_config
 
 ENGINES: dict[str, tuple[int, dict[str, Any]]] = {
     "Megatron EP 2": (2, {"kind": "megatron", "expert_parallel": 2}),
