@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import TypeVar
 
 import pytest
-from gcs_server import GcsServer, running_gcs
-from hdfs_server import HdfsServer, running_hdfs
 from hypothesis import HealthCheck, settings
-from s3_server import S3Server, running_s3
 from support.ranks import fork_server
+from support.services.gcs import GcsServer, running_gcs
+from support.services.hdfs import HdfsServer, running_hdfs
+from support.services.s3 import S3Server, running_s3
 
 Server = TypeVar("Server", S3Server, GcsServer)
 

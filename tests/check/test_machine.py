@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from s3_server import S3Server
 from support.ranks.processes import run_ranks
+from support.services.s3 import S3Server
 from training_files import burnish
 
 from burnish.check import links, machine

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hub_server import TOKEN, HubServer, running_hub
+from support.services.hub import TOKEN, HubServer, running_hub
 from training_files import burnish, done, make_files
 
 

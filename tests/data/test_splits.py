@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hub_server import HubServer, hub_variables, running_hub
+from support.services.hub import HubServer, hub_variables, running_hub
 
 from burnish.data.splits import split_files
 from burnish.errors import MissingError, UsageError

@@ -13,14 +13,14 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from fault_proxy import Fault
 from hdfs_native import Client
-from hub_server import HubServer, hub_variables, running_hub
 from hypothesis import given
 from hypothesis import strategies as st
 from support.models.tokenizers import char_tokenizer
 from support.nightly import draws
 from support.ranks.processes import run_ranks
+from support.services.fault_proxy import Fault
+from support.services.hub import HubServer, hub_variables, running_hub
 
 from burnish.config.schema import DataConfig
 from burnish.data.loader import order

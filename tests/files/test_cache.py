@@ -17,10 +17,10 @@ from typing import Any
 
 import pytest
 from contracts.remote import NAMES, QUICK
-from fault_proxy import Fault
-from hdfs_server import HdfsServer
-from s3_server import S3Server
 from support.ranks.processes import run_ranks
+from support.services.fault_proxy import Fault
+from support.services.hdfs import HdfsServer
+from support.services.s3 import S3Server
 
 from burnish.distributed.layout import Layout
 from burnish.errors import BurnishError, MissingError, UsageError

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hub_server import TOKEN, HubServer, hub_variables, running_hub
+from support.services.hub import TOKEN, HubServer, hub_variables, running_hub
 
 from burnish.errors import BurnishError, CorruptError, MissingError, UsageError
 from burnish.files import hub as hubs

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 from contracts.remote import QUICK, RemoteContract
-from fault_proxy import Fault
-from gcs_server import GcsServer
-from hdfs_server import HdfsServer
-from s3_server import S3Server
 from support.nightly import by_day
+from support.services.fault_proxy import Fault
+from support.services.gcs import GcsServer
+from support.services.hdfs import HdfsServer
+from support.services.s3 import S3Server
 
 from burnish.errors import BurnishError, MissingError, UsageError, install
 from burnish.files.remote import Remote, RetryPolicy

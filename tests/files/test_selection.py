@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from s3_server import S3Server
+from support.services.s3 import S3Server
 
 from burnish.errors import MissingError
 from burnish.files.remote import Remote

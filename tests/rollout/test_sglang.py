@@ -1,4 +1,4 @@
-"""SGLang's generator against the built-in one, with a stand-in made from SGLang's source (tests/fake_sglang)."""
+"""SGLang's generator against the built-in one, with a stand-in made from SGLang's source (tests/support/services/fake_sglang)."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from burnish.records import Request
 from burnish.rollout.base import Sampling
 from burnish.rollout.sglang.sglang_generator import SglangGenerator
 
-FAKE = Path(__file__).parents[1] / "fake_sglang"
+FAKE = Path(__file__).parents[1] / "support/services/fake_sglang"
 CPU = torch.device("cpu")
 SAMPLINGS = [
     Sampling(12, seed=3, step=2),

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from s3_server import S3Server
 from support.models.tokenizers import save_char_tokenizer
+from support.services.s3 import S3Server
 from training_files import FRESH, REWARDS, burnish, make_files
 
 from burnish.config.document import dump_yaml

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from hub_server import HubServer, hub_variables, running_hub
 from support.models.tiny import tiny_model
 from support.models.tokenizers import char_tokenizer, save_char_tokenizer
+from support.services.hub import HubServer, hub_variables, running_hub
 from training_files import burnish, make_files, ranks
 
 from burnish.config.load import load_config

@@ -1,4 +1,4 @@
-"""Runs whose completions SGLang's stand-in draws (tests/fake_sglang): those of the built-in generator, to the byte.
+"""Runs whose completions SGLang's stand-in draws (tests/support/services/fake_sglang): those of the built-in generator, to the byte.
 
 Only the log-probs that are shown may differ, by a last decimal.
 """
@@ -25,7 +25,9 @@ from burnish.errors import UsageError
 from burnish.methods.parts.serve import visible_devices
 
 TESTS = Path(__file__).parents[1]
-ENVIRON = {"PYTHONPATH": os.pathsep.join(map(str, (TESTS / "fake_sglang", TESTS.parent)))}
+ENVIRON = {
+    "PYTHONPATH": os.pathsep.join(map(str, (TESTS / "support/services/fake_sglang", TESTS.parent)))
+}
 WIDE = {**FRESH, "hidden_size": 64, "head_dim": 32}
 CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
     "tied": (1, "child", {"ahead": 1}),

@@ -7,8 +7,8 @@ import signal
 from pathlib import Path
 
 import pytest
-from hdfs_server import HdfsServer
-from hub_server import running_hub
+from support.services.hdfs import HdfsServer
+from support.services.hub import running_hub
 from training_files import At, burnish, done, metrics, ranks, rollouts, write_rows
 
 from burnish.files.remote import Remote

@@ -15,7 +15,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
-from hub_server import hub_variables, running_hub
+from support.services.hub import hub_variables, running_hub
 from view.rollout_files import row, write
 
 pytest.importorskip("uvicorn", reason="the extra view is not installed")

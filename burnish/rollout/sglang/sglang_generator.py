@@ -1,6 +1,6 @@
 """Sample with SGLang in a dedicated process.
 
-This module is written from the source of SGLang 0.5.23 and has only run against a stand-in (`tests/fake_sglang`). SGLang starts processes
+This module is written from the source of SGLang 0.5.23 and has only run against a stand-in (`tests/support/services/fake_sglang`). SGLang starts processes
 that end with this one, handles signals, and uses accelerators from `device` on.
 """
 

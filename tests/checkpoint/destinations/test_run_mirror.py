@@ -9,7 +9,7 @@ import sys
 import time
 
 import pytest
-from fault_proxy import Fault
+from support.services.fault_proxy import Fault
 
 from burnish.checkpoint.destinations.mirror import Mirror
 from burnish.checkpoint.destinations.run_mirror import RunMirror, open_mirror

@@ -8,9 +8,9 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from fault_proxy import FaultProxy
-from object_store import behind_proxy, serve
 from support.ranks.ports import free_port
+from support.services.fault_proxy import FaultProxy
+from support.services.object_store import behind_proxy, serve
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class GcsServer:
 @contextmanager
 def running_gcs() -> Iterator[GcsServer]:
     """A service that runs inside the block."""
-    with behind_proxy(__file__) as proxy:
+    with behind_proxy(__name__) as proxy:
         yield GcsServer(proxy)
 
 

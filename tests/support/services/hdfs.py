@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Literal
 
 import pytest
+
 from support.ranks.ports import free_port
 
 Node = Literal["namenode", "datanode"]

@@ -8,8 +8,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from fault_proxy import FaultProxy
-from object_store import behind_proxy, serve
+from support.services.fault_proxy import FaultProxy
+from support.services.object_store import behind_proxy, serve
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class S3Server:
 @contextmanager
 def running_s3() -> Iterator[S3Server]:
     """A service that runs inside the block."""
-    with behind_proxy(__file__) as proxy:
+    with behind_proxy(__name__) as proxy:
         yield S3Server(proxy)
 
 

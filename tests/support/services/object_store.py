@@ -1,4 +1,4 @@
-"""An object store on loopback: a program in a process of its own, behind a proxy that can break it.
+"""An object store on loopback: a module that runs as a process of its own, behind a proxy that can break it.
 
 What is stored lies in that process's memory. It ends when its standard input is closed, which the end
 of the test's process does.
@@ -12,14 +12,16 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from fault_proxy import FaultProxy
+from support.ranks.fork_server import TESTS, with_given_path
+from support.services.fault_proxy import FaultProxy
 
 
 @contextmanager
-def behind_proxy(program: str) -> Iterator[FaultProxy]:
-    """A proxy before the store that the file `program` serves, both running inside the block."""
+def behind_proxy(module: str) -> Iterator[FaultProxy]:
+    """A proxy before the store that the program `module` serves, both running inside the block."""
     process = subprocess.Popen(
-        [sys.executable, "-W", "ignore", program],
+        [sys.executable, "-W", "ignore", "-m", module],
+        env=os.environ | {"PYTHONPATH": with_given_path(TESTS, TESTS.parent)},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
