@@ -35,7 +35,7 @@ from faultfs import crash_states
 from killed_runs import KINDS, REWARD_RUNS, RUNS, generators_killed, judges_killed, killed
 from power_loss import SCENES, check, named_moments
 from support.checkpoints.states import BIG_SHAPES, SHAPES
-from training_files import done, make_files, outcome
+from support.runs.training_files import done, make_files, outcome
 
 from burnish.tracking.progress import Progress
 

@@ -11,10 +11,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from served_runs import beside
 from support.checkpoints.states import committed
 from support.ranks.fork_server import ANEW
-from training_files import Command, done, outcome, ranks
+from support.runs.served import beside
+from support.runs.training_files import Command, done, outcome, ranks
 
 from burnish.checkpoint.steps import verify
 

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from training_files import RL, SFT, make_files
+from support.runs.training_files import RL, SFT, make_files
 from transformers import AutoModelForCausalLM
 
 import burnish

@@ -14,9 +14,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from same_runs import assert_same
 from support.ranks.ports import free_port
-from training_files import done, metrics, ranks
+from support.runs.same_runs import assert_same
+from support.runs.training_files import done, metrics, ranks
 
 from burnish.config.load import load_config
 

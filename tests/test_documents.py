@@ -19,7 +19,7 @@ import pytest
 import torch
 from support.models.tiny import tiny_model
 from support.models.tokenizers import char_tokenizer, save_char_tokenizer
-from training_files import burnish, ranks
+from support.runs.training_files import burnish, ranks
 
 from burnish.config.load import load_config
 

@@ -14,7 +14,7 @@ from operator import itemgetter
 from pathlib import Path
 
 import pytest
-from training_files import RL, done, make_files
+from support.runs.training_files import RL, done, make_files
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 ROOT = Path(__file__).parents[1]

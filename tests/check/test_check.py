@@ -16,7 +16,7 @@ from support.models.faulty_engines import ENGINES, OneGradient
 from support.models.tiny import FAMILIES, save_tiny, tiny_config
 from support.models.tokenizers import char_tokenizer
 from support.ranks.processes import run_ranks
-from training_files import RL, SFT, burnish, done, make_files
+from support.runs.training_files import RL, SFT, burnish, done, make_files
 
 from burnish.check.comparison import TOLERANCE, Material, compared, require_equal
 from burnish.config.schema import CriticConfig, RunConfig

@@ -14,7 +14,7 @@ import pytest
 import torch
 from support.models.listed import TRAINED, listed_config
 from support.models.tokenizers import char_tokenizer, save_char_tokenizer
-from training_files import done, make_files, metrics, rollouts
+from support.runs.training_files import done, make_files, metrics, rollouts
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from burnish.check.small_model import shrunk

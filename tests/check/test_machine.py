@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 from support.ranks.processes import run_ranks
+from support.runs.training_files import burnish
 from support.services.s3 import S3Server
-from training_files import burnish
 
 from burnish.check import links, machine
 from burnish.check.links import measure

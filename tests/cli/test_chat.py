@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from training_files import done, make_files
+from support.runs.training_files import done, make_files
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from burnish.cli.main import main

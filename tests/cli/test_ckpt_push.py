@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from support.runs.training_files import burnish, done, make_files
 from support.services.hub import TOKEN, HubServer, running_hub
-from training_files import burnish, done, make_files
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from training_files import done, make_files
+from support.runs.training_files import done, make_files
 
 from burnish.cli.main import main
 from burnish.config.document import dump_yaml

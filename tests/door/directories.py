@@ -17,7 +17,7 @@ from pathlib import Path
 
 from corruption import reseal
 from door.mutations import damage, displace
-from training_files import SFT, make_files
+from support.runs.training_files import SFT, make_files
 
 from burnish.cli.main import main
 

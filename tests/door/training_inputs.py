@@ -9,7 +9,7 @@ from typing import Any
 
 from door.mutations import bad_template, displace, mutated, spliced
 from support.models.tokenizers import CHATML, CHATML_MARKED, save_char_tokenizer
-from training_files import FRESH
+from support.runs.training_files import FRESH
 
 _CHAT = [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}]
 _CALL = {"function": {"name": "look", "arguments": {"up": "2"}}}

@@ -17,7 +17,7 @@ import pytest
 from killed_runs import KINDS, SAVING, killed
 from support.checkpoints.states import committed
 from support.ranks.fork_server import ANEW
-from training_files import At, Command, burnish, done, make_files, outcome
+from support.runs.training_files import At, Command, burnish, done, make_files, outcome
 
 RUNS = [("sft", 2), ("rl", 1), ("ahead", 2), ("pipeline", 2)]
 """Kinds that are killed at random, and on how many processes."""

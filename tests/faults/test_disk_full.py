@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from support.checkpoints.states import committed
-from training_files import Command, burnish, done, make_files, metrics
+from support.runs.training_files import Command, burnish, done, make_files, metrics
 
 from burnish.checkpoint.steps import verify
 

@@ -11,7 +11,7 @@ from functools import cache
 import pytest
 from killed_runs import AHEAD, REWARD_RUNS, generators_killed, judges_killed
 from support.checkpoints.states import committed
-from training_files import At, Command, burnish, done, make_files, outcome
+from support.runs.training_files import At, Command, burnish, done, make_files, outcome
 
 KINDS = {
     "sft": ["sft", "sft.yaml"],

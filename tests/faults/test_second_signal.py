@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from support.checkpoints.states import committed
-from training_files import At, Command, done, make_files, outcome
+from support.runs.training_files import At, Command, done, make_files, outcome
 
 EVERY = "evaluation.every=0"
 

@@ -10,7 +10,7 @@ import audit
 import pytest
 import torch
 from support.ranks.processes import run_processes
-from training_files import done, make_files, ranks
+from support.runs.training_files import done, make_files, ranks
 
 STATE = {"COMMIT", "manifest.json", "state.json"}
 TRAINING = {f"training/{name}.safetensors" for name in ("residual", "exp_avg", "exp_avg_sq")}

@@ -19,7 +19,7 @@ import torch
 from support.models.tiny import save_base, save_classifier
 from support.ranks.devices import CUDA, DEVICES, on_gpu
 from support.ranks.fork_server import with_given_path
-from training_files import MIXTURE, make_files, metrics, weights
+from support.runs.training_files import MIXTURE, make_files, metrics, weights
 
 from burnish.config.constraints import check
 from burnish.config.load import load_config
@@ -75,7 +75,7 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 PROGRAM = """\
 import sys
-from commands_for_tests import signal_at
+from support.runs.forked_command import signal_at
 from burnish.cli.main import main
 signal_at(*{at})
 sys.exit(main(sys.argv[1:]))
@@ -90,7 +90,7 @@ def start(
     at: tuple[str, int, int] | None = None,
     settings: Sequence[str] = (),
 ) -> subprocess.Popen[bytes]:
-    """A run; `at` is as in `training_files.At`."""
+    """A run; `at` is as in `support.runs.training_files.At`."""
     program = ["-m", "burnish"] if at is None else ["-c", PROGRAM.format(at=(*at[:2], int(at[2])))]
     modules = with_given_path(REPOSITORY, REPOSITORY / "tests")
     hidden = {} if device.type == "cuda" else {"CUDA_VISIBLE_DEVICES": ""}

@@ -25,7 +25,7 @@ from support.models.adapters import published_beside
 from support.models.generators import builtin, make_generator
 from support.models.tiny import tiny_model
 from support.ranks.devices import CPU, DEVICES
-from training_files import RL, done, make_files, metrics
+from support.runs.training_files import RL, done, make_files, metrics
 from transformers import PreTrainedModel
 
 from burnish.boxes.shards import Publication

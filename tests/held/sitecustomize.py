@@ -1,6 +1,6 @@
 """Hold a rank at a place of its run until somebody kills it. Every Python that has this directory in PYTHONPATH runs this file first.
 
-`BURNISH_HELD` names a directory with `plan.json`, a list of [rank, place, nth]: a place is as in `training_files.At`. The first
+`BURNISH_HELD` names a directory with `plan.json`, a list of [rank, place, nth]: a place is as in `support.runs.training_files.At`. The first
 entry that no file of its number tells of is the one that counts. The rank writes its file when it gets there.
 """
 

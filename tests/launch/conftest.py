@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import pytest
-from training_files import make_files
+from support.runs.training_files import make_files
 
 
 @pytest.fixture(scope="module")

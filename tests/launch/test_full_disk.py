@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from support.checkpoints.states import committed
-from training_files import done, outcome
+from support.runs.training_files import done, outcome
 
 from burnish.errors import UsageError
 

@@ -18,7 +18,7 @@ import pytest
 from held_ranks import PHASES, HeldRank, held_path, parent, running_ranks
 from support.ranks import waiting
 from support.ranks.ports import free_port
-from training_files import done, make_files, outcome
+from support.runs.training_files import done, make_files, outcome
 
 ray = pytest.importorskip("ray")
 from ray.cluster_utils import Cluster  # noqa: E402 - what is skipped without ray

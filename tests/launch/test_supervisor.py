@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from support.ranks.forked_launcher import ForkedLauncher
-from training_files import At, done, outcome
+from support.runs.training_files import At, done, outcome
 
 from burnish.config.schema import DistributedConfig
 from burnish.errors import BurnishError, UsageError

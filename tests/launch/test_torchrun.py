@@ -16,7 +16,7 @@ import pytest
 from held_ranks import HeldRank, held_path, parent, running_ranks
 from support.ranks.ports import free_port
 from support.ranks.waiting import until
-from training_files import done, outcome
+from support.runs.training_files import done, outcome
 
 pytestmark = pytest.mark.nightly
 ARGV = [

@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 from support.ranks.ports import free_port
-from tracking.made_rollouts import made_rollout
+from support.runs.rollouts import made_rollout
 from tracking.test_traces import EXACT, HOSTILE, LATE, run_directory
 
 from burnish.config.schema import TracesConfig

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tracking.made_rollouts import made_rollout, table_of
+from support.runs.rollouts import made_rollout, table_of
 
 from burnish.errors import CorruptError
 from burnish.records import Rollout

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tracking.made_rollouts import made_rollout, table_of
+from support.runs.rollouts import made_rollout, table_of
 
 from burnish.config.document import dump_yaml
 from burnish.config.schema import RunConfig, TracesConfig

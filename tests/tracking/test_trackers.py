@@ -15,8 +15,8 @@ from contracts.tracker import ROWS, STEPS, Record, RecordContract, same_record
 from hypothesis import given
 from hypothesis import strategies as st
 from support.ranks.processes import run_processes
+from support.runs.rollouts import made_rollout, table_of
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from tracking.made_rollouts import made_rollout, table_of
 
 from burnish.config.schema import TrackingConfig
 from burnish.errors import CorruptError, UsageError

@@ -10,7 +10,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 from support.checkpoints.states import committed
 from support.nightly import by_day
-from training_files import At, burnish, done, make_files, metrics, rollouts, write_rows
+from support.runs.training_files import At, burnish, done, make_files, metrics, rollouts, write_rows
 
 
 @pytest.fixture(scope="module")

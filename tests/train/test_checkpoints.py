@@ -12,7 +12,7 @@ from corruption import flip
 from safetensors.torch import load_file
 from support.checkpoints.states import committed, contents_of, make_state
 from support.nightly import by_day
-from training_files import FRESH, At, burnish, done, metrics, outcome
+from support.runs.training_files import FRESH, At, burnish, done, metrics, outcome
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from burnish.checkpoint.manager import Checkpoints

@@ -12,7 +12,7 @@ from safetensors import safe_open
 from support.checkpoints.states import committed
 from support.models.composites import KINDS, answers, image_inputs, save_composite
 from support.nightly import by_day
-from training_files import RL, SFT, Command, burnish, done, make_files
+from support.runs.training_files import RL, SFT, Command, burnish, done, make_files
 from transformers import AutoModelForImageTextToText
 
 from burnish.checkpoint.steps import verify

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 from support.models.tokenizers import save_char_tokenizer
+from support.runs.training_files import FRESH, REWARDS, burnish, make_files
 from support.services.s3 import S3Server
-from training_files import FRESH, REWARDS, burnish, make_files
 
 from burnish.config.document import dump_yaml
 from burnish.config.load import load_config

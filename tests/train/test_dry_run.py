@@ -8,7 +8,7 @@ import pytest
 from support.models.tiny import save_tiny
 from support.models.tokenizers import save_char_tokenizer
 from support.nightly import by_day
-from training_files import FRESH, burnish, make_files, write_rows
+from support.runs.training_files import FRESH, burnish, make_files, write_rows
 
 from burnish.config.load import load_config
 from burnish.errors import UsageError

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 from support.models.tokenizers import save_char_tokenizer
-from training_files import FRESH, RL, Command, rollouts, write_rows
+from support.runs.training_files import FRESH, RL, Command, rollouts, write_rows
 
 KEY = "OPENAI_API_KEY"
 ROLLOUT = {"engine": "openai", "model": "tiny", "max_response_length": 4}

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from collectors_for_tests import Collected
+from support.runs.collectors import Collected
 
 from burnish.config.schema import RunConfig
 from burnish.methods.evaluation import prompt_validation

@@ -15,8 +15,8 @@ from support.models.generators import make_generator
 from support.models.tiny import VOCAB, save_tiny
 from support.nightly import by_day
 from support.ranks.processes import run_ranks
+from support.runs.training_files import FRESH, RL
 from torch import Tensor, nn
-from training_files import FRESH, RL
 from transformers import AutoConfig
 
 from burnish.api import run_command

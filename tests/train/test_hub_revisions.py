@@ -12,8 +12,8 @@ import torch
 import yaml
 from support.models.tiny import tiny_model
 from support.models.tokenizers import char_tokenizer, save_char_tokenizer
+from support.runs.training_files import burnish, make_files, ranks
 from support.services.hub import HubServer, hub_variables, running_hub
-from training_files import burnish, make_files, ranks
 
 from burnish.config.load import load_config
 from burnish.config.schema import RunConfig

@@ -13,10 +13,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-from collectors_for_tests import Collected
 from hypothesis import given
 from hypothesis import strategies as st
 from support.nightly import draws
+from support.runs.collectors import Collected
 
 from burnish.boxes.shards import Publication
 from burnish.checkpoint.manifest import Commit, Manifest

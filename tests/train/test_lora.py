@@ -14,7 +14,16 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from support.checkpoints.states import committed, contents_of
 from support.models.tiny import save_base
-from training_files import RL, SFT, burnish, done, metrics, outcome, weights, write_rows
+from support.runs.training_files import (
+    RL,
+    SFT,
+    burnish,
+    done,
+    metrics,
+    outcome,
+    weights,
+    write_rows,
+)
 from transformers import AutoModelForCausalLM
 
 from burnish.checkpoint.manager import Checkpoints

@@ -6,9 +6,9 @@ import json
 import signal
 
 import pytest
-import same_runs
-from same_runs import assert_same
-from training_files import FRESH, At, burnish, done, metrics, outcome, ranks, weights
+from support.runs import same_runs
+from support.runs.same_runs import assert_same
+from support.runs.training_files import FRESH, At, burnish, done, metrics, outcome, ranks, weights
 
 MEGATRON = "engine.kind=megatron"
 STEP = "burnish.engines.megatron.megatron_engine:MegatronEngine.optim_step"

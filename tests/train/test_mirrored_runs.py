@@ -9,7 +9,7 @@ import time
 
 import pytest
 from support.checkpoints.states import committed
-from training_files import At, Command, burnish, done, make_files, outcome, ranks
+from support.runs.training_files import At, Command, burnish, done, make_files, outcome, ranks
 
 from burnish.checkpoint.destinations.remote_steps import RemoteSteps
 from burnish.files.remote import Remote

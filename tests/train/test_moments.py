@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from training_files import burnish, done, metrics, outcome, weights
+from support.runs.training_files import burnish, done, metrics, outcome, weights
 
 BF16 = ["sft", "sft.yaml", "optim.moments=bf16", "optim.betas=[0.9,0.95]"]
 

@@ -17,15 +17,15 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 import torch
-from collectors_for_tests import Collected
 from corruption import flip
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from same_runs import assert_same
 from support.checkpoints.states import committed
 from support.models.tiny import save_classifier
 from support.nightly import by_day
-from training_files import MIXTURE, RL, At, burnish, done, outcome, ranks, rollouts
+from support.runs.collectors import Collected
+from support.runs.same_runs import assert_same
+from support.runs.training_files import MIXTURE, RL, At, burnish, done, outcome, ranks, rollouts
 
 from burnish.api import run_command
 from burnish.boxes.shards import Publication

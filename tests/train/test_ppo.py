@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from support.checkpoints.states import committed
-from training_files import At, burnish, done, metrics, outcome, weights
+from support.runs.training_files import At, burnish, done, metrics, outcome, weights
 from transformers import AutoModelForTokenClassification
 
 PPO = [

@@ -11,11 +11,11 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from same_runs import RL, assert_same
 from support.checkpoints.states import committed
 from support.nightly import by_day
 from support.ranks.fork_server import with_given_path
-from training_files import done, metrics, ranks, rollouts
+from support.runs.same_runs import RL, assert_same
+from support.runs.training_files import done, metrics, ranks, rollouts
 
 REPOSITORY = Path(__file__).parents[2]
 PPO = [*RL, "algorithm.kl.place=reward", "algorithm.advantage=gae", "critic.lr=0.01"]

@@ -19,7 +19,7 @@ import pytest
 from corruption import flip, reseal
 from safetensors.torch import load_file, save_file
 from support.nightly import by_day
-from training_files import At, burnish, done, make_files
+from support.runs.training_files import At, burnish, done, make_files
 from transformers import AutoConfig, AutoModelForCausalLM
 
 RUN = ["sft", "sft.yaml", "model.fresh=null", "model.tokenizer=null", "model.path=base", "evaluation.every=0", "name=run"]  # fmt: skip

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 from support.ranks.processes import RankFailed, run_processes, torchrun_environ
+from support.runs.training_files import SFT, make_files
 from torch.distributed import TCPStore
-from training_files import SFT, make_files
 
 from burnish.api import run_command
 from burnish.config.constraints import check

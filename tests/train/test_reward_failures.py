@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from support.checkpoints.states import committed
-from training_files import burnish, done, make_files, metrics, outcome, ranks, rollouts
+from support.runs.training_files import burnish, done, make_files, metrics, outcome, ranks, rollouts
 
 REWARDS = """\
 import os, signal

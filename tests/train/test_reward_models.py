@@ -19,7 +19,7 @@ from support.models.tiny import save_classifier
 from support.models.tokenizers import char_tokenizer
 from support.nightly import by_day
 from support.ranks.processes import run_ranks
-from training_files import burnish, done, metrics
+from support.runs.training_files import burnish, done, metrics
 from transformers import (
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,

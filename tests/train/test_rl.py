@@ -14,7 +14,7 @@ import pytest
 import torch
 from support.checkpoints.states import committed
 from support.nightly import by_day
-from training_files import RL, metrics, rollouts, weights
+from support.runs.training_files import RL, metrics, rollouts, weights
 
 from burnish.algorithms.schedule import learning_rate
 from burnish.api import run_command

@@ -49,7 +49,7 @@ SETTINGS: list[dict[str, Any]] = [
 ]
 
 
-OWN = {"algorithm": {"advantage": "advantages_for_tests:less_the_largest_penalty", "kl": KL}}
+OWN = {"algorithm": {"advantage": "support.runs.advantages:less_the_largest_penalty", "kl": KL}}
 """The one function that needs tokens of other ranks."""
 
 

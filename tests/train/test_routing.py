@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from support.models.tiny import save_tiny
-from training_files import FRESH, MIXTURE, RL, metrics
+from support.runs.training_files import FRESH, MIXTURE, RL, metrics
 
 from burnish.api import run_command
 from burnish.config.schema import RunConfig

@@ -9,7 +9,7 @@ import pytest
 from support.models.tiny import save_base
 from support.models.tokenizers import char_tokenizer
 from support.nightly import by_day
-from training_files import FRESH, RL, SFT, burnish, done, write_rows
+from support.runs.training_files import FRESH, RL, SFT, burnish, done, write_rows
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
 LORA = {"lora": {"rank": 2, "targets": ["q_proj"]}}

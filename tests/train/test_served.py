@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from same_runs import assert_same
-from served_runs import IN_FLIGHT, STILL, drawn, written
-from servers_for_tests import Servers
 from support.checkpoints.states import committed
 from support.models.tiny import save_base, save_classifier
-from training_files import RL, Command, done, metrics, outcome, ranks, rollouts
+from support.runs.same_runs import assert_same
+from support.runs.served import IN_FLIGHT, STILL, drawn, written
+from support.runs.servers import Servers
+from support.runs.training_files import RL, Command, done, metrics, outcome, ranks, rollouts
 
 from burnish.checkpoint.manifest import AHEAD
 from burnish.config.schema import RunConfig

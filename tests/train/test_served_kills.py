@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from served_runs import IN_FLIGHT, QUICK, STILL, beside, drawn, state_of, written
 from support.checkpoints.states import committed
 from support.ranks.fork_server import ANEW
-from training_files import At, Command, burnish, done, metrics, outcome, ranks, weights
+from support.runs.served import IN_FLIGHT, QUICK, STILL, beside, drawn, state_of, written
+from support.runs.training_files import At, Command, burnish, done, metrics, outcome, ranks, weights
 
 # How long a rank waits for one that is killed before they meet: no launcher ends it here.
 STEPS, MEET_SECONDS = 6, 120

@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from servers_for_tests import Servers
 from support.checkpoints.states import committed
 from support.models.tiny import save_base
-from training_files import FRESH, RL, burnish, done, rollouts
+from support.runs.servers import Servers
+from support.runs.training_files import FRESH, RL, burnish, done, rollouts
 
 from burnish.config.constraints import check
 from burnish.config.schema import RunConfig

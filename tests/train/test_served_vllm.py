@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from served_runs import IN_FLIGHT, STILL, beside, drawn, written
-from servers_for_tests import Servers
 from support.checkpoints.states import committed
 from support.models.tiny import save_base
 from support.ranks.fork_server import ANEW
-from training_files import FRESH, RL, Command, burnish, done, metrics, rollouts
+from support.runs.served import IN_FLIGHT, STILL, beside, drawn, written
+from support.runs.servers import Servers
+from support.runs.training_files import FRESH, RL, Command, burnish, done, metrics, rollouts
 
 pytest.importorskip("vllm", exc_type=ImportError)
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(900)]

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from support.ranks.fork_server import with_given_path
 from support.ranks.processes import run_ranks
-from training_files import make_files
+from support.runs.training_files import make_files
 
 from burnish.distributed.environment import AFTER_SAVE
 from burnish.distributed.layout import Layout

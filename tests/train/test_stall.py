@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from training_files import burnish, make_files, ranks
+from support.runs.training_files import burnish, make_files, ranks
 
 from burnish.tracking.trackers import read_metrics
 

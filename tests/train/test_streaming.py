@@ -7,9 +7,9 @@ import signal
 from pathlib import Path
 
 import pytest
+from support.runs.training_files import At, burnish, done, metrics, ranks, rollouts, write_rows
 from support.services.hdfs import HdfsServer
 from support.services.hub import running_hub
-from training_files import At, burnish, done, metrics, ranks, rollouts, write_rows
 
 from burnish.files.remote import Remote
 

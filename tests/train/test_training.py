@@ -17,7 +17,16 @@ import pytest
 import torch
 from support.checkpoints.states import committed
 from support.nightly import by_day
-from training_files import FRESH, At, burnish, done, metrics, rollouts, weights, write_rows
+from support.runs.training_files import (
+    FRESH,
+    At,
+    burnish,
+    done,
+    metrics,
+    rollouts,
+    weights,
+    write_rows,
+)
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from burnish import sft

@@ -15,8 +15,8 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
+from support.runs.rollout_files import row, write
 from support.services.hub import hub_variables, running_hub
-from view.rollout_files import row, write
 
 pytest.importorskip("uvicorn", reason="the extra view is not installed")
 

@@ -15,7 +15,7 @@ from support.nightly import by_day
 
 pytest.importorskip("uvicorn", reason="the extra view is not installed")
 
-from view.rollout_files import row, write
+from support.runs.rollout_files import row, write
 from view.served import viewer
 
 from burnish.checkpoint.tools.listing import listed_steps

@@ -17,7 +17,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.nightly import draws
-from view.rollout_files import row, write
+from support.runs.rollout_files import row, write
 
 from burnish.errors import BurnishError, CorruptError, MissingError, UsageError
 from burnish.tracking.rollouts import Kind, thin_rollouts

@@ -13,7 +13,7 @@ import pytest
 
 pytest.importorskip("uvicorn", reason="the extra view is not installed")
 
-from tracking.made_rollouts import made_rollout, table_of
+from support.runs.rollouts import made_rollout, table_of
 from view.chromium import PROGRAM, Pipe, Tab, chromium
 from view.served import viewer
 

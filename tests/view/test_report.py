@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tracking.made_rollouts import made_rollout, table_of
+from support.runs.rollouts import made_rollout, table_of
 
 from burnish.errors import CorruptError
 from burnish.records import Rollout

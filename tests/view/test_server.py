@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tracking.made_rollouts import made_rollout, table_of
-from view.rollout_files import row, write
+from support.runs.rollout_files import row, write
+from support.runs.rollouts import made_rollout, table_of
 
 pytest.importorskip("uvicorn", reason="the extra view is not installed")
 

@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from training_files import FRESH
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from burnish.models.value_head import value_class
 from support.models.tokenizers import char_tokenizer, save_char_tokenizer
+from support.runs.training_files import FRESH
 
 VOCAB = 97
 

@@ -97,7 +97,7 @@ PRELOAD = (
     "support.checkpoints.layout_pairs",
     "support.ranks.processes",
     "support.models.tiny",
-    "training_files",
+    "support.runs.training_files",
 )
 
 

@@ -8,9 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from training_files import At, Command
-
 from support.ranks.ports import free_port
+from support.runs.training_files import At, Command
 
 
 class ForkedAttempt:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from commands_for_tests import run
+from support.runs.forked_command import run
 from safetensors.torch import load_file
 from support.checkpoints.states import committed
 from support.models.tokenizers import char_tokenizer, save_char_tokenizer

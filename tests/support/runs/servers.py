@@ -6,7 +6,7 @@ import signal
 from collections.abc import Mapping
 from pathlib import Path
 
-from training_files import Command
+from support.runs.training_files import Command
 
 
 class Servers:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from support.checkpoints.states import committed
-from training_files import metrics, weights
+from support.runs.training_files import metrics, weights
 
 from burnish.tracking.rollouts import read_rollouts, rollout_files
 

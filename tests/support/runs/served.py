@@ -7,7 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from training_files import RL, Command, rollouts
+from support.runs.training_files import RL, Command, rollouts
 
 QUICK = {**RL, "steps": 4, "evaluation": {"every": 2}}
 STILL: dict[str, Any] = {
