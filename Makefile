@@ -50,7 +50,7 @@ contract: $(STAMP)
 	$(PYTEST) -m contract
 
 faults: $(STAMP)
-	PYTHONPATH=. OMP_NUM_THREADS=1 $(BIN)/python tests/campaigns.py
+	PYTHONPATH=tests:. OMP_NUM_THREADS=1 $(BIN)/python -m support.faults.campaigns
 
 bench: $(STAMP)
 	$(BIN)/python -m bench

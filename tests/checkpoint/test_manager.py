@@ -8,7 +8,6 @@ import os
 from pathlib import Path
 
 import pytest
-from corruption import flip
 from support.checkpoints.states import (
     StubbornStorage,
     committed,
@@ -17,6 +16,7 @@ from support.checkpoints.states import (
     make_state,
     save_once,
 )
+from support.faults.bit_flips import flip
 from support.ranks.processes import run_ranks
 
 from burnish.checkpoint.manager import Checkpoints

@@ -7,7 +7,6 @@ import shutil
 from pathlib import Path
 
 import pytest
-from corruption import flip
 from support.checkpoints.states import (
     BIG_SHAPES,
     contents_of,
@@ -15,6 +14,7 @@ from support.checkpoints.states import (
     make_state,
     save_once,
 )
+from support.faults.bit_flips import flip
 from support.ranks.processes import RankFailed, run_ranks
 
 from burnish.checkpoint.manager import Checkpoints

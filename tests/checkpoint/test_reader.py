@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from corruption import flip
 from safetensors.torch import save_file
 from support.checkpoints.states import BIG_SHAPES, bits, make_state, save_once, shards_of
+from support.faults.bit_flips import flip
 from support.models.tiny import save_tiny
 
 from burnish.boxes.tensor_reader import DirectoryReader, chunks

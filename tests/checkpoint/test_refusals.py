@@ -19,7 +19,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from corruption import flip, load_all, make_step, reseal, seal
+from support.faults.bit_flips import flip, load_all, make_step, reseal, seal
 
 from burnish.checkpoint.manager import Checkpoints
 from burnish.checkpoint.manifest import COMMIT, MANIFEST, MANIFEST_LIMIT, STATE

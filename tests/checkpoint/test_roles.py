@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from corruption import flip
 from safetensors.torch import load_file
 from support.checkpoints.states import (
     ASSETS,
@@ -18,6 +17,7 @@ from support.checkpoints.states import (
     make_state,
     shards_of,
 )
+from support.faults.bit_flips import flip
 from support.ranks.processes import run_ranks
 
 from burnish.checkpoint.load import CheckpointSource, StepReader

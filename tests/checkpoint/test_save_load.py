@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from corruption import flip
 from support.checkpoints.states import (
     BIG_SHAPES,
     FaultyStorage,
@@ -21,6 +20,7 @@ from support.checkpoints.states import (
     save_once,
     shards_of,
 )
+from support.faults.bit_flips import flip
 from support.ranks.processes import run_ranks
 
 from burnish.boxes.box import Box, whole

@@ -10,8 +10,8 @@ import subprocess
 import sys
 
 import pytest
-from corruption import flip
 from support.checkpoints.states import BIG_SHAPES, make_state, save_once, shards_of
+from support.faults.bit_flips import flip
 
 from burnish.checkpoint.load import CheckpointSource
 from burnish.checkpoint.steps import newest, open_step, verify

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 import torch
-from corruption import flip
 from support.checkpoints.states import BIG_SHAPES, StubbornStorage, make_state, save_once, shards_of
+from support.faults.bit_flips import flip
 from support.models.tiny import save_tiny, tiny_model
 
 from burnish.checkpoint.manifest import sha256

@@ -9,9 +9,9 @@ import sys
 
 import pytest
 import torch
-from corruption import flip
 from safetensors.torch import load_file
 from support.checkpoints.states import bits, committed, save_once
+from support.faults.bit_flips import flip
 
 from burnish.checkpoint.destinations.mirror import Mirror, Sync
 from burnish.checkpoint.retention import write_mirrored

@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from corruption import make_step
+from support.faults.bit_flips import make_step
 
 from burnish.errors import CorruptError
 

@@ -15,8 +15,8 @@ import tempfile
 from functools import cache
 from pathlib import Path
 
-from corruption import reseal
 from door.mutations import damage, displace
+from support.faults.bit_flips import reseal
 from support.runs.training_files import SFT, make_files
 
 from burnish.cli.main import main

@@ -14,8 +14,8 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from killed_runs import KINDS, SAVING, killed
 from support.checkpoints.states import committed
+from support.faults.killed_runs import KINDS, SAVING, killed
 from support.ranks.fork_server import ANEW
 from support.runs.training_files import At, Command, burnish, done, make_files, outcome
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from aftermath import Verdict
-from campaigns import Tally
-from failpoints import FAULTS, SAVING
+from support.faults.campaigns import Tally
+from support.faults.failpoints import FAULTS, SAVING
+from support.faults.verdict import Verdict
 
 FIRST, SECOND, *_ = SAVING
 

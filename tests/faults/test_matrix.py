@@ -6,9 +6,9 @@ import random
 from collections import Counter
 
 import pytest
-from crashes import LAYOUTS, Cell, cells, try_cell
-from failpoints import FAULTS, MOMENTS, STAGING
 from support.checkpoints.engine_states import RESUMED_BY
+from support.faults.crashes import LAYOUTS, Cell, cells, try_cell
+from support.faults.failpoints import FAULTS, MOMENTS, STAGING
 
 HANG = Cell("at half of the blocks", "hang", "2 + writers")
 """A hang takes long, so there is one."""

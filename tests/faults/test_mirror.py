@@ -7,8 +7,8 @@ import random
 import threading
 
 import pytest
-from mirror_crashes import mirror_at, save, sync, try_kills, try_moment
 from support.checkpoints.states import BIG_SHAPES, committed, fill_and_compare, make_state
+from support.faults.mirror_crashes import mirror_at, save, sync, try_kills, try_moment
 from support.services.fault_proxy import Fault
 
 from burnish.checkpoint.destinations.mirror import Sync

@@ -7,9 +7,16 @@ import random
 import shutil
 
 import pytest
-from failpoints import EXPORTING, SAVING
-from faultfs import History, RecordingStorage, crash_states, write_out
-from power_loss import SCENES, check, named_moments, record_saving, resume, save_steps
+from support.faults.failpoints import EXPORTING, SAVING
+from support.faults.power_loss import (
+    SCENES,
+    check,
+    named_moments,
+    record_saving,
+    resume,
+    save_steps,
+)
+from support.faults.recorded_disk import History, RecordingStorage, crash_states, write_out
 
 SAMPLE = 80
 

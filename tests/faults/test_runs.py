@@ -9,8 +9,8 @@ import time
 from functools import cache
 
 import pytest
-from killed_runs import AHEAD, REWARD_RUNS, generators_killed, judges_killed
 from support.checkpoints.states import committed
+from support.faults.killed_runs import AHEAD, REWARD_RUNS, generators_killed, judges_killed
 from support.runs.training_files import At, Command, burnish, done, make_files, outcome
 
 KINDS = {

@@ -6,9 +6,9 @@ import json
 import shutil
 from dataclasses import dataclass
 
-import audit
 import pytest
 import torch
+from support.faults import audit
 from support.ranks.processes import run_processes
 from support.runs.training_files import done, make_files, ranks
 

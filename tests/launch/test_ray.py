@@ -15,7 +15,7 @@ from types import MappingProxyType
 from typing import Any
 
 import pytest
-from held_ranks import PHASES, HeldRank, held_path, parent, running_ranks
+from support.faults.paused_ranks import PHASES, PausedRank, parent, paused_path, running_ranks
 from support.ranks import waiting
 from support.ranks.ports import free_port
 from support.runs.training_files import done, make_files, outcome
@@ -45,7 +45,7 @@ class Nodes:
         os.environ.update(environ)
         # Jobs and actors run what these tests run.
         binaries = Path(sys.executable).parent
-        os.environ["PYTHONPATH"] = held_path()
+        os.environ["PYTHONPATH"] = paused_path()
         os.environ["PATH"] = f"{binaries}{os.pathsep}{os.environ['PATH']}"
         self.cluster = Cluster(
             initialize_head=True,
@@ -164,19 +164,19 @@ def calm(work: Path) -> dict[str, Any]:
 def test_a_run_that_dies_in_each_phase_goes_on_by_itself(
     work: Path, nodes: Nodes, calm: dict[str, Any], victim: str
 ) -> None:
-    held = HeldRank(work, victim, int(victim != "main"))
+    paused = PausedRank(work, victim, int(victim != "main"))
     argv = [*ARGV, f"name={victim}", "--processes", "2"]
-    drivers = [Driver(work, nodes, *argv, environ=held.environ)]
-    for _ in held.phases(lambda: drivers[-1].require_running()):
+    drivers = [Driver(work, nodes, *argv, environ=paused.environ)]
+    for _ in paused.phases(lambda: drivers[-1].require_running()):
         running = running_ranks(victim)
-        pid = running[held.rank]
+        pid = running[paused.rank]
         if victim == "node":
             nodes.replace(parent(parent(pid)))
         elif victim == "driver":
             drivers[-1].process.kill()
             drivers[-1].process.wait()
             waiting.until(lambda: not running_ranks(victim), seconds=20)
-            drivers.append(Driver(work, nodes, *argv, environ=held.environ))
+            drivers.append(Driver(work, nodes, *argv, environ=paused.environ))
         else:
             os.kill(parent(pid) if victim == "actor" else pid, signal.SIGKILL)
     assert drivers[-1].wait() == 0, drivers[-1].output

@@ -13,7 +13,7 @@ from types import MappingProxyType
 from typing import Any
 
 import pytest
-from held_ranks import HeldRank, held_path, parent, running_ranks
+from support.faults.paused_ranks import PausedRank, parent, paused_path, running_ranks
 from support.ranks.ports import free_port
 from support.ranks.waiting import until
 from support.runs.training_files import done, outcome
@@ -53,7 +53,7 @@ class Machine:
             *("--rdzv-id=run", f"--local-addr=127.0.0.{1 if hosts else 2}"),
             f"--rdzv-conf=last_call_timeout=5,is_host={hosts}",
         ]
-        ours = {"PYTHONPATH": held_path(), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+        ours = {"PYTHONPATH": paused_path(), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
         with self.log.open("w") as log:
             self.process = subprocess.Popen(
                 [*agent, "-m", "burnish", *argv],
@@ -110,11 +110,11 @@ def calm(work: Path) -> dict[str, Any]:
 def test_a_run_that_dies_in_each_phase_goes_on_by_itself(
     work: Path, machines: list[Machine], calm: dict[str, Any], victim: str
 ) -> None:
-    held = HeldRank(work, victim, 0 if victim == "main" else 3)
+    paused = PausedRank(work, victim, 0 if victim == "main" else 3)
 
     def start(*, hosts: bool) -> Machine:
         argv, options = [*RL, f"name={victim}"], ("--nnodes=2", "--nproc-per-node=2")
-        return Machine(work, port, argv, *options, hosts=hosts, environ=held.environ)
+        return Machine(work, port, argv, *options, hosts=hosts, environ=paused.environ)
 
     def require_running() -> None:
         for each in machines[-2:]:
@@ -125,9 +125,9 @@ def test_a_run_that_dies_in_each_phase_goes_on_by_itself(
 
     port = free_port()
     machines += [start(hosts=True), start(hosts=False)]
-    for _ in held.phases(require_running):
+    for _ in paused.phases(require_running):
         running = running_ranks(victim)
-        pid, agent = running[held.rank], parent(running[held.rank])
+        pid, agent = running[paused.rank], parent(running[paused.rank])
         dying = next(each for each in machines if each.process.pid == agent)
         if victim in ("main", "rank"):
             os.kill(pid, signal.SIGKILL)

@@ -8,9 +8,9 @@ import signal
 
 import pytest
 import torch
-from corruption import flip
 from safetensors.torch import load_file
 from support.checkpoints.states import committed, contents_of, make_state
+from support.faults.bit_flips import flip
 from support.nightly import by_day
 from support.runs.training_files import FRESH, At, burnish, done, metrics, outcome
 from transformers import AutoConfig, AutoModelForCausalLM

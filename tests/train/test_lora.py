@@ -9,10 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from corruption import flip
 from peft import PeftModel
 from safetensors.torch import load_file
 from support.checkpoints.states import committed, contents_of
+from support.faults.bit_flips import flip
 from support.models.tiny import save_base
 from support.runs.training_files import (
     RL,

@@ -17,10 +17,10 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 import torch
-from corruption import flip
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.checkpoints.states import committed
+from support.faults.bit_flips import flip
 from support.models.tiny import save_classifier
 from support.nightly import by_day
 from support.runs.collectors import Collected

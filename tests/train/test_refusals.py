@@ -16,8 +16,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from corruption import flip, reseal
 from safetensors.torch import load_file, save_file
+from support.faults.bit_flips import flip, reseal
 from support.nightly import by_day
 from support.runs.training_files import At, burnish, done, make_files
 from transformers import AutoConfig, AutoModelForCausalLM

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from corruption import flip
 from safetensors.torch import load_file, save_file
+from support.faults.bit_flips import flip
 from support.models.tiny import save_classifier
 from support.models.tokenizers import char_tokenizer
 from support.nightly import by_day

@@ -7,8 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from corruption import flip
 from support.checkpoints.states import save_once
+from support.faults.bit_flips import flip
 from support.ranks.processes import RankFailed, run_ranks
 
 from burnish.distributed.layout import Layout

@@ -8,7 +8,6 @@ import uuid
 from dataclasses import replace
 
 import pytest
-from corruption import flip
 from support.checkpoints.states import (
     committed,
     contents_of,
@@ -16,6 +15,7 @@ from support.checkpoints.states import (
     make_state,
     save_once,
 )
+from support.faults.bit_flips import flip
 
 from burnish.checkpoint.destinations.mirror import Mirror, Sync
 from burnish.checkpoint.destinations.remote_steps import DAMAGED, RemotePath

@@ -10,7 +10,6 @@ import uuid
 from pathlib import Path
 
 import pytest
-from corruption import flip
 from support.checkpoints.states import (
     BIG_SHAPES,
     committed,
@@ -19,6 +18,7 @@ from support.checkpoints.states import (
     make_state,
     save_once,
 )
+from support.faults.bit_flips import flip
 from support.ranks.processes import run_ranks
 
 from burnish.checkpoint.destinations.mirror import Mirror, Sync

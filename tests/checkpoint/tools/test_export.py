@@ -5,7 +5,6 @@ import json
 
 import pytest
 import torch
-from corruption import flip
 from safetensors.torch import load_file
 from support.checkpoints.states import (
     BIG_SHAPES,
@@ -17,6 +16,7 @@ from support.checkpoints.states import (
     shards_of,
     written_by,
 )
+from support.faults.bit_flips import flip
 from support.models.tiny import tiny_model
 from transformers import AutoModelForCausalLM
 

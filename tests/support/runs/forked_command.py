@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
-import audit
+from support.faults import audit
 from huggingface_hub import constants
 
 from burnish.distributed import device

@@ -8,10 +8,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from aftermath import ONE, Verdict, resumable
-from failpoints import EXPORTING, RESUMING, SAVING
-from faultfs import History, RecordingStorage, SharedRecordingStorage, fresh, write_out
 from safetensors.torch import load_file
+
+from burnish.checkpoint.manager import Checkpoints
+from burnish.checkpoint.steps import open_step
+from burnish.checkpoint.tools.export import StepModel, export
+from burnish.distributed.layout import Layout
+from burnish.files.storage import LOCAL, LocalStorage
 from support.checkpoints.states import (
     contents_of,
     fill_and_compare,
@@ -19,13 +22,16 @@ from support.checkpoints.states import (
     save_once,
     shards_of,
 )
+from support.faults.failpoints import EXPORTING, RESUMING, SAVING
+from support.faults.recorded_disk import (
+    History,
+    RecordingStorage,
+    SharedRecordingStorage,
+    fresh,
+    write_out,
+)
+from support.faults.verdict import ONE, Verdict, resumable
 from support.ranks.processes import run_ranks
-
-from burnish.checkpoint.manager import Checkpoints
-from burnish.checkpoint.steps import open_step
-from burnish.checkpoint.tools.export import StepModel, export
-from burnish.distributed.layout import Layout
-from burnish.files.storage import LOCAL, LocalStorage
 
 EXPORT_BYTES = 1600
 """Of a file of an export: three files."""

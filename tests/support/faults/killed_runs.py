@@ -11,12 +11,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from burnish.checkpoint.steps import verify
 from support.checkpoints.states import committed
 from support.ranks.fork_server import ANEW
 from support.runs.served import beside
 from support.runs.training_files import Command, done, outcome, ranks
-
-from burnish.checkpoint.steps import verify
 
 AHEAD = [
     *("rl", "rl.yaml", "rollout.ahead=2", "algorithm.mismatch_cap=2", "algorithm.advantage=gae"),

@@ -14,16 +14,6 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from threading import Lock
 
-from aftermath import Verdict
-from support.checkpoints.states import (
-    BIG_SHAPES,
-    committed,
-    contents_of,
-    fill_and_compare,
-    make_state,
-)
-from support.ranks.fork_server import Forked
-
 from burnish.checkpoint.destinations.mirror import Mirror, Sync
 from burnish.checkpoint.destinations.run_mirror import RunMirror
 from burnish.checkpoint.manager import Checkpoints
@@ -32,6 +22,15 @@ from burnish.checkpoint.steps import verify
 from burnish.distributed.layout import Layout
 from burnish.errors import BurnishError
 from burnish.files.remote import Remote, RetryPolicy
+from support.checkpoints.states import (
+    BIG_SHAPES,
+    committed,
+    contents_of,
+    fill_and_compare,
+    make_state,
+)
+from support.faults.verdict import Verdict
+from support.ranks.fork_server import Forked
 
 NEW, OLD = "step-00000002", "step-00000001"
 MOMENTS = {
@@ -142,7 +141,7 @@ def copy_forever(pipe: Connection, url: str, directory: Path) -> None:
         (mirror.directory / "acked").write_text(str(step))
 
 
-def aftermath(url: str, empty: Path, acked: int, newest: int, shapes=None) -> Verdict:
+def found_elsewhere(url: str, empty: Path, acked: int, newest: int, shapes=None) -> Verdict:
     """An empty machine resumes: what was acknowledged or is newer, whole, bit for bit."""
 
     def load(step, source):
@@ -186,7 +185,7 @@ def try_moment(url: str, moment: str, directory: Path, fault: str = "kill") -> V
         return Verdict(struck=False, wrong=f"ended with {code}: {ended}")
     if fault != "kill" and (ended == "done") == (fault == "ENOSPC"):
         return Verdict(wrong=f"{fault} is not waited out, or not told: {ended}")
-    found = aftermath(url, directory / "empty", 2 if ended == "done" else 1, 2, BIG_SHAPES)
+    found = found_elsewhere(url, directory / "empty", 2 if ended == "done" else 1, 2, BIG_SHAPES)
     if not found.is_good:
         return found
     mirror = mirror_at(directory / "one", Remote(url))
@@ -208,7 +207,7 @@ def try_kills(url: str, directory: Path, rng: random.Random, kills: int) -> Iter
         time.sleep(rng.uniform(0, 0.3))
         process.kill()
         newest = max(step.step for step in committed(run / "checkpoints"))
-        yield aftermath(url, directory / f"empty-{number}", _acked(run), newest)
+        yield found_elsewhere(url, directory / f"empty-{number}", _acked(run), newest)
 
 
 def _acked(run: Path) -> int:

@@ -15,11 +15,11 @@ PHASES = ("setup", "rollout", "reward", "update", "save", "publish")
 _PATIENCE_SECONDS = 400
 
 
-class HeldRank:
+class PausedRank:
     """A rank that waits in each phase of a run in turn, in a start of its own that has made a step first."""
 
     def __init__(self, work: Path, name: str, rank: int) -> None:
-        self.rank, self._directory = rank, work / f"held-{name}"
+        self.rank, self._directory = rank, work / f"paused-{name}"
         self._directory.mkdir()
         places = {
             "setup": ("burnish.methods.rl:make_collector", 1),
@@ -34,7 +34,7 @@ class HeldRank:
             places["save"] = ("burnish.checkpoint.save:Saver._commit", 2)
         plan = [(rank, *places[phase]) for phase in PHASES]
         (self._directory / "plan.json").write_text(json.dumps(plan))
-        self.environ = {"BURNISH_HELD": str(self._directory)}
+        self.environ = {"BURNISH_TESTS_PAUSES": str(self._directory)}
 
     def phases(self, require_running: Callable[[], None]) -> Iterator[str]:
         """Yield the phases in which the rank waits."""
@@ -47,10 +47,10 @@ class HeldRank:
             yield phase
 
 
-def held_path() -> str:
+def paused_path() -> str:
     """What PYTHONPATH has to hold."""
-    tests = Path(__file__).parent
-    return with_given_path(tests.parent, tests / "held")
+    tests = Path(__file__).parents[2]
+    return with_given_path(tests.parent, Path(__file__).with_name("paused"))
 
 
 def running_ranks(name: str) -> dict[int, int]:

@@ -1,6 +1,6 @@
-"""Hold a rank at a place of its run until somebody kills it. Every Python that has this directory in PYTHONPATH runs this file first.
+"""Pause a rank at a place of its run until somebody kills it. Every Python that has this directory in PYTHONPATH runs this file first.
 
-`BURNISH_HELD` names a directory with `plan.json`, a list of [rank, place, nth]: a place is as in `support.runs.training_files.At`. The first
+`BURNISH_TESTS_PAUSES` names a directory with `plan.json`, a list of [rank, place, nth]: a place is as in `support.runs.training_files.At`. The first
 entry that no file of its number tells of is the one that counts. The rank writes its file when it gets there.
 """
 
@@ -18,7 +18,7 @@ from types import ModuleType
 from typing import Any
 
 
-class Holding(importlib.abc.MetaPathFinder):
+class Pausing(importlib.abc.MetaPathFinder):
     """Changes one function of a module once it is imported."""
 
     def __init__(self, reached: Path, place: str, nth: int) -> None:
@@ -45,7 +45,7 @@ class Holding(importlib.abc.MetaPathFinder):
             holder = getattr(holder, parent)
         called = getattr(holder, name)
 
-        def held(*args: Any, **kwargs: Any) -> Any:
+        def paused(*args: Any, **kwargs: Any) -> Any:
             self._left -= 1
             if self._left == 0:
                 self._reached.touch()
@@ -53,18 +53,18 @@ class Holding(importlib.abc.MetaPathFinder):
                     time.sleep(3600)
             return called(*args, **kwargs)
 
-        setattr(holder, name, held)
+        setattr(holder, name, paused)
 
 
 def install(directory: Path, rank: int) -> None:
     plan = json.loads((directory / "plan.json").read_text())
     files = [directory / str(number) for number in range(len(plan))]
-    for reached, (held, place, nth) in zip(files, plan, strict=True):
+    for reached, (paused, place, nth) in zip(files, plan, strict=True):
         if not reached.exists():
-            if held == rank:
-                sys.meta_path.insert(0, Holding(reached, place, nth))
+            if paused == rank:
+                sys.meta_path.insert(0, Pausing(reached, place, nth))
             return
 
 
-if "BURNISH_HELD" in os.environ and "RANK" in os.environ:
-    install(Path(os.environ["BURNISH_HELD"]), int(os.environ["RANK"]))
+if "BURNISH_TESTS_PAUSES" in os.environ and "RANK" in os.environ:
+    install(Path(os.environ["BURNISH_TESTS_PAUSES"]), int(os.environ["RANK"]))

@@ -25,19 +25,24 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, TextIO
 
-import corruption
-import crashes
 import fuzzing
-import mirror_crashes
-from aftermath import Verdict
-from failpoints import FAULTS, MOMENTS, STAGING
-from faultfs import crash_states
-from killed_runs import KINDS, REWARD_RUNS, RUNS, generators_killed, judges_killed, killed
-from power_loss import SCENES, check, named_moments
-from support.checkpoints.states import BIG_SHAPES, SHAPES
-from support.runs.training_files import done, make_files, outcome
 
 from burnish.tracking.progress import Progress
+from support.checkpoints.states import BIG_SHAPES, SHAPES
+from support.faults import bit_flips, crashes, mirror_crashes
+from support.faults.failpoints import FAULTS, MOMENTS, STAGING
+from support.faults.killed_runs import (
+    KINDS,
+    REWARD_RUNS,
+    RUNS,
+    generators_killed,
+    judges_killed,
+    killed,
+)
+from support.faults.power_loss import SCENES, check, named_moments
+from support.faults.recorded_disk import crash_states
+from support.faults.verdict import Verdict
+from support.runs.training_files import done, make_files, outcome
 
 POWER = "power loss"
 CAMPAIGNS = (
@@ -153,9 +158,9 @@ def flip_some(
     directory: str, seed: str, count: int, shapes: Mapping[str, tuple[int, ...]]
 ) -> tuple[int, list[str]]:
     """So many flips in a step of one's own."""
-    step = corruption.make_step(Path(tempfile.mkdtemp(dir=directory)), shapes)
-    chosen = itertools.islice(corruption.flips(step, random.Random(seed)), count)
-    return count, [each for flip in chosen for each in corruption.check_flip(step, flip)]
+    step = bit_flips.make_step(Path(tempfile.mkdtemp(dir=directory)), shapes)
+    chosen = itertools.islice(bit_flips.flips(step, random.Random(seed)), count)
+    return count, [each for flip in chosen for each in bit_flips.check_flip(step, flip)]
 
 
 def fuzz_some(directory: str, target: str, seed: str, count: int) -> tuple[int, list[str]]:

@@ -5,13 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from support.checkpoints.states import committed, fill_and_compare, make_state
-
 from burnish.checkpoint.manager import Checkpoints, Load
 from burnish.checkpoint.retention import Retention
 from burnish.checkpoint.steps import verify
 from burnish.distributed.layout import Layout
 from burnish.errors import BurnishError
+from support.checkpoints.states import committed, fill_and_compare, make_state
 
 ONE = Retention(1)
 

@@ -10,19 +10,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from aftermath import ONE, Verdict, resumable, resumed_with
-from failpoints import (
-    EXPORTING,
-    FAULTS,
-    MOMENTS,
-    RESUMING,
-    SAVING,
-    SECOND,
-    STAGING,
-    FaultStorage,
-    StrikingList,
-)
-from power_loss import EXPORT_BYTES, finite_weights
+
+from burnish.checkpoint.manager import Checkpoints
+from burnish.checkpoint.steps import open_step, verify
+from burnish.checkpoint.tools.export import StepModel, export
+from burnish.distributed.layout import Layout
+from burnish.engines.base import Part
+from burnish.engines.megatron.megatron_engine import MegatronEngine
+from burnish.engines.torch.torch_engine import TorchEngine
+from burnish.errors import BurnishError
+from burnish.files.storage import LocalStorage
+from burnish.runs.signals import catch_signals
 from support.checkpoints.engine_states import (
     ENGINES,
     RESUMED_BY,
@@ -39,18 +37,20 @@ from support.checkpoints.states import (
     save_once,
     shards_of,
 )
+from support.faults.failpoints import (
+    EXPORTING,
+    FAULTS,
+    MOMENTS,
+    RESUMING,
+    SAVING,
+    SECOND,
+    STAGING,
+    FaultStorage,
+    StrikingList,
+)
+from support.faults.power_loss import EXPORT_BYTES, finite_weights
+from support.faults.verdict import ONE, Verdict, resumable, resumed_with
 from support.ranks.processes import RankFailed, run_ranks
-
-from burnish.checkpoint.manager import Checkpoints
-from burnish.checkpoint.steps import open_step, verify
-from burnish.checkpoint.tools.export import StepModel, export
-from burnish.distributed.layout import Layout
-from burnish.engines.base import Part
-from burnish.engines.megatron.megatron_engine import MegatronEngine
-from burnish.engines.torch.torch_engine import TorchEngine
-from burnish.errors import BurnishError
-from burnish.files.storage import LocalStorage
-from burnish.runs.signals import catch_signals
 
 LAYOUTS = {
     "1 process": (1, False),

@@ -13,16 +13,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from support.checkpoints.states import (
-    BIG_SHAPES,
-    SHAPES,
-    make_state,
-    save_once,
-    shards_of,
-    written_by,
-)
-from support.models.tokenizers import save_char_tokenizer
-
 from burnish.checkpoint.load import CheckpointSource
 from burnish.checkpoint.manifest import (
     BLOCK_BYTES,
@@ -39,6 +29,15 @@ from burnish.distributed.layout import Layout
 from burnish.errors import CorruptError, few
 from burnish.files.safetensors import SUFFIX, read_header
 from burnish.files.storage import LocalStorage
+from support.checkpoints.states import (
+    BIG_SHAPES,
+    SHAPES,
+    make_state,
+    save_once,
+    shards_of,
+    written_by,
+)
+from support.models.tokenizers import save_char_tokenizer
 
 READ_BY_LOADING = ("COMMIT", "manifest.json", "state.json")
 """Beside the tensors. The files of a Hugging Face directory are for others, who find them checked by `verify`."""
