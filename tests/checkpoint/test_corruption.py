@@ -7,11 +7,11 @@ import random
 import tracemalloc
 
 import pytest
-from fuzzing import LARGE, TARGETS, reading
 from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 from support.checkpoints.states import BIG_SHAPES
 from support.faults.bit_flips import check_flip, flips, make_step
+from support.fuzz.checkpoint_files import LARGE, TARGETS, reading
 from support.nightly import draws
 
 from burnish.checkpoint.manifest import BLOCK_BYTES

@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
-from configurations import sections
 from hypothesis import given
+from support.fuzz.configurations import sections
 from support.nightly import draws
 
 from burnish.config.document import dump_yaml

@@ -3,8 +3,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from configurations import sections
 from hypothesis import given
+from support.fuzz.configurations import sections
 from support.nightly import draws
 
 from burnish.config.keys import known_keys

@@ -25,8 +25,6 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, TextIO
 
-import fuzzing
-
 from burnish.tracking.progress import Progress
 from support.checkpoints.states import BIG_SHAPES, SHAPES
 from support.faults import bit_flips, crashes, mirror_crashes
@@ -42,6 +40,7 @@ from support.faults.killed_runs import (
 from support.faults.power_loss import SCENES, check, named_moments
 from support.faults.recorded_disk import crash_states
 from support.faults.verdict import Verdict
+from support.fuzz import checkpoint_files
 from support.runs.training_files import done, make_files, outcome
 
 POWER = "power loss"
@@ -170,7 +169,7 @@ def fuzz_some(directory: str, target: str, seed: str, count: int) -> tuple[int, 
     found, rng = [], random.Random(seed)
     for _ in range(count):
         state = rng.getstate()
-        reading = fuzzing.reading(target, rng, Path(directory))
+        reading = checkpoint_files.reading(target, rng, Path(directory))
         slow = f"took {reading.seconds:.1f} s " if reading.seconds > _SLOW_SECONDS else ""
         if slow or reading.wrong:
             found.append(f"{target}, {hash(state)}: {slow}{reading.wrong}")
@@ -207,13 +206,15 @@ def flip(chosen: argparse.Namespace, directory: Path, progress: Progress) -> lis
 
 def fuzz(chosen: argparse.Namespace, directory: Path, progress: Progress) -> list[str]:
     """Hostile files of every kind; of the large ones a thousandth part."""
-    small = chosen.inputs // (len(fuzzing.TARGETS) - len(fuzzing.LARGE))
-    shares = dict.fromkeys(fuzzing.TARGETS, small) | dict.fromkeys(fuzzing.LARGE, small // 1000)
+    small = chosen.inputs // (len(checkpoint_files.TARGETS) - len(checkpoint_files.LARGE))
+    shares = dict.fromkeys(checkpoint_files.TARGETS, small) | dict.fromkeys(
+        checkpoint_files.LARGE, small // 1000
+    )
     total = sum(shares.values())
     with _workers(chosen) as workers, progress.phase("hostile files", total) as bar:
         parts = []
         for target, share in shares.items():
-            for number, size in _split(share, 50 if target in fuzzing.LARGE else 5000):
+            for number, size in _split(share, 50 if target in checkpoint_files.LARGE else 5000):
                 own = Path(tempfile.mkdtemp(dir=directory))
                 parts.append((str(own), target, f"{chosen.seed} {target} {number}", size))
         return in_parts(fuzz_some, parts, workers, bar)

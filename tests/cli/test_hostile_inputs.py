@@ -9,7 +9,7 @@ from pathlib import Path
 
 import datasets
 import pytest
-from door.fuzz import GENERATORS, complaints
+from support.fuzz.commands import GENERATORS, complaints
 
 
 @pytest.fixture(autouse=True)

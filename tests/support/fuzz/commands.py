@@ -1,7 +1,7 @@
 """Hostile inputs of a command: each ends with a documented exit code, in time, without a traceback, and leaves nothing behind.
 
 A generator writes files into an empty directory and returns the words of a command. All that is random comes from its seed, so
-`PYTHONPATH=tests:. python -m door.fuzz GENERATOR SEED` shows one input again. Add a generator to `GENERATORS`, with how many inputs are quick.
+`PYTHONPATH=tests:. python -m support.fuzz.commands GENERATOR SEED` shows one input again. Add a generator to `GENERATORS`, with how many inputs are quick.
 """
 
 from __future__ import annotations
@@ -22,13 +22,12 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from door.directories import model_directory, run_directory, tokenizer
-from door.mutations import WORDS, displace, mutated, nasty
-from door.training_inputs import rewards, rows, template
-
 from burnish.cli.main import main
 from burnish.config.foreign_names import foreign_names
 from burnish.config.keys import known_keys
+from support.fuzz.directories import model_directory, run_directory, tokenizer
+from support.fuzz.mutations import WORDS, displace, mutated, nasty
+from support.fuzz.training_inputs import rewards, rows, template
 
 DEADLINE_SECONDS, PATIENCE_SECONDS = 60, 300
 """Of the processor's time, and of waiting. Only what hangs takes that long, whatever else the machine does."""

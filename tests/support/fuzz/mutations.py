@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from fuzzing import damaged, written
+from support.fuzz.checkpoint_files import damaged, written
 
 WORDS = [
     "", " ", "~", "null", "true", "no", "-", "--", "=", ":", "a: b", "[", "{", "]", "[]", "{}", "[[]]", "{a: 1}", "*a", "&a 1", "<<",

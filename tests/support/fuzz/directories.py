@@ -1,4 +1,4 @@
-"""Hostile directories of models, tokenizers, adapters and runs for `fuzz.py`, each with a command that reads them.
+"""Hostile directories of models, tokenizers, adapters and runs for `commands.py`, each with a command that reads them.
 
 Two small runs are made once in a process, one of them of an adapter. Each input has a copy of its own.
 """
@@ -15,11 +15,10 @@ import tempfile
 from functools import cache
 from pathlib import Path
 
-from door.mutations import damage, displace
-from support.faults.bit_flips import reseal
-from support.runs.training_files import SFT, make_files
-
 from burnish.cli.main import main
+from support.faults.bit_flips import reseal
+from support.fuzz.mutations import damage, displace
+from support.runs.training_files import SFT, make_files
 
 _SETTINGS = [
     "engine.precision=fp32", "batch.tokens_per_device=64", "tracking.progress=false", "data.train=[train.jsonl]", "steps=2",
@@ -32,7 +31,7 @@ _NEWEST = "checkpoints/step-00000002"
 @cache
 def _base() -> tempfile.TemporaryDirectory[str]:
     """A directory with model/, tokenizer/, adapter/, runs/run, runs/lora, data and configurations."""
-    made = tempfile.TemporaryDirectory(prefix="burnish-door-")
+    made = tempfile.TemporaryDirectory(prefix="burnish-fuzz-")
     root = Path(made.name)
     with contextlib.chdir(root), contextlib.redirect_stderr(io.StringIO()):
         make_files(root)

@@ -1,4 +1,4 @@
-"""Hostile rows, chat templates and reward functions for `fuzz.py`, each with a dry run that reads them."""
+"""Hostile rows, chat templates and reward functions for `commands.py`, each with a dry run that reads them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import random
 from pathlib import Path
 from typing import Any
 
-from door.mutations import bad_template, displace, mutated, spliced
+from support.fuzz.mutations import bad_template, displace, mutated, spliced
 from support.models.tokenizers import CHATML, CHATML_MARKED, save_char_tokenizer
 from support.runs.training_files import FRESH
 
