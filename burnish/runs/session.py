@@ -25,6 +25,7 @@ from burnish.distributed.collectives import agree, same_on_all_ranks
 from burnish.distributed.device import device_name, peak_memory, reset_peak_memory, synchronize
 from burnish.distributed.layout import Layout
 from burnish.errors import UsageError
+from burnish.extend import ENGINES, GENERATORS
 from burnish.tracking.progress import Progress
 from burnish.tracking.rundir import (
     RUN,
@@ -35,6 +36,7 @@ from burnish.tracking.rundir import (
     write_atomically,
 )
 from burnish.tracking.spans import Spans
+from burnish.tracking.trackers import load_tracker
 from burnish.runs.verify_inputs import Intact
 from burnish.runs.run_directory import require_own_directory
 from burnish.runs.signals import Stopper, catch_signals
@@ -108,6 +110,7 @@ def open_run(
         with agree(layout):
             require_own_directory(directory, RunIdentity(trainer, config))
             if layout.is_main:
+                _require_extensions(config)
                 try:
                     _claim(session)
                 except OSError as error:
@@ -137,6 +140,15 @@ def open_run(
             if explained is None:
                 raise
             raise explained from error
+
+
+def _require_extensions(config: RunConfig) -> None:
+    """Raise `UsageError` for a class of the user's that lacks something, before models are loaded."""
+    ENGINES.load(config.engine.kind, "engine.kind", ["lora"] if config.model.adapter else [])
+    if config.reward.given and config.rollout.place != "servers":
+        GENERATORS.load(config.rollout.engine, "rollout.engine", config.generator_options)
+    for name in config.tracking.trackers:
+        load_tracker(name)
 
 
 def _claim(session: Session) -> None:

@@ -1,0 +1,306 @@
+"""What one may name in place of a built-in engine, generator and tracker: it runs, it resumes, or it is refused before a run."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from training_files import At, burnish, done, make_files, outcome, ranks
+
+from burnish.config.constraints import check
+from burnish.config.load import load_config
+from burnish.errors import UsageError
+from burnish.extend import ENGINES, GENERATORS, TRACKERS, Table, _lacking
+from burnish.functions import load_function
+
+TABLES: list[Table[Any]] = [ENGINES, GENERATORS, TRACKERS]
+MINE = '''
+"""Extensions of one's own."""
+import json
+
+from burnish.engines.torch.torch_engine import TorchEngine
+from burnish.rollout.base import Generator
+from burnish.rollout.builtin.generator import BuiltinGenerator
+
+
+class Noting(TorchEngine):
+    """An engine that inherits from a built-in one."""
+
+    def optim_step(self, lr):
+        with open("engine.txt", "a") as file:
+            file.write(f"{lr}\\n")
+        return super().optim_step(lr)
+
+
+class Around(Generator):
+    """A generator that holds a built-in one."""
+
+    def __init__(self, hf_config, **options):
+        self.inner = BuiltinGenerator(hf_config, **options)
+
+    def generate(self, requests, sampling, watch=None):
+        with open("generator.txt", "a") as file:
+            file.write(f"{len(requests)}\\n")
+        return self.inner.generate(requests, sampling, watch)
+
+    def load_weights(self, weights, version):
+        self.inner.load_weights(weights, version)
+
+    def so_far(self):
+        return self.inner.so_far()
+
+    def checksums(self):
+        return self.inner.checksums()
+
+
+class Lines:
+    """A tracker that inherits from nothing."""
+
+    def __init__(self, directory):
+        self.file = open(directory / "lines.jsonl", "a")
+
+    def log(self, step, values):
+        self.file.write(json.dumps([step, values.get("reward/mean")]) + "\\n")
+
+    def sync(self):
+        self.file.flush()
+
+    def close(self):
+        self.file.close()
+
+
+class Untrained(Generator):
+    """Without load_weights."""
+
+    def generate(self, requests, sampling, watch=None):
+        return []
+
+
+class Deaf:
+    """Without most of an engine's methods."""
+
+    def forward(self, batch, *, adapter=True, experts=False):
+        return []
+
+
+class Narrow(TorchEngine):
+    """Takes no layout."""
+
+    def __init__(self, hf_config, config, optim, *, device):
+        pass
+
+
+class Unlayered(TorchEngine):
+    """Makes nothing."""
+
+    def __init__(self, *given, **more):
+        pass
+
+
+class Rankless(Around):
+    """Knows no adapter."""
+
+    def __init__(self, hf_config, *, layout, device, dtype, slots, eos_token_ids, decode, max_length):
+        pass
+
+
+NUMBER = 4
+'''
+SHORT = ["steps=3", "data.validation=[]", "evaluation.every=0"]
+OWN = [
+    "engine.kind=mine.py:Noting",
+    "rollout.engine=mine.py:Around",
+    "tracking.trackers=[mine.py:Lines]",
+]
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    (tmp_path / "mine.py").write_text(MINE)
+    return make_files(tmp_path)
+
+
+@pytest.mark.parametrize("table", TABLES, ids=lambda table: table.kind)
+def test_every_built_in_is_there_and_does_what_its_protocol_says(table: Table[Any]) -> None:
+    protocol: Any = load_function(table.protocol, "")
+    for name, target in table.builtins.items():
+        found = load_function(target, name)
+        lacking = [*_lacking(found, protocol, ())]
+        assert lacking == [] or name == "openai"  # which has no model
+
+
+def install(folder: Path, name: str, groups: dict[str, dict[str, str]]) -> None:
+    """Make a distribution as pip leaves it in a folder of installed packages."""
+    info = folder / f"{name}-1.0.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+    lines = []
+    for group, points in groups.items():
+        lines += [f"[{group}]", *(f"{point} = {target}" for point, target in points.items())]
+    (info / "entry_points.txt").write_text("\n".join(lines) + "\n")
+
+
+EXAMPLE = {
+    "burnish.engines": {"noting": "example_extensions:Noting"},
+    "burnish.generators": {"around": "example_extensions:Around"},
+    "burnish.trackers": {"lines": "example_extensions:Lines", "half": "example_extensions:Deaf"},
+}
+
+
+@pytest.fixture
+def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder of installed packages with one that extends Burnish."""
+    folder = tmp_path / "site"
+    install(folder, "example-extensions", EXAMPLE)
+    (folder / "example_extensions.py").write_text(MINE)
+    monkeypatch.syspath_prepend(folder)
+    monkeypatch.delitem(sys.modules, "example_extensions", raising=False)
+    return folder
+
+
+def test_installed_packages_join_the_table(site: Path) -> None:
+    for table, name, kind in (
+        (ENGINES, "noting", "Noting"),
+        (GENERATORS, "around", "Around"),
+        (TRACKERS, "lines", "Lines"),
+    ):
+        found: Any = table.load(name, "setting")
+        assert (found.__module__, found.__name__) == ("example_extensions", kind)
+    with pytest.raises(UsageError) as caught:
+        TRACKERS.load("half", "tracking.trackers")
+    assert "log" in str(caught.value.have)
+    with pytest.raises(UsageError) as caught:
+        TRACKERS.load("linse", "tracking.trackers")
+    assert "lines" in str(caught.value.want)
+    assert "lines" in str(caught.value.do)
+
+
+def test_a_name_of_two_packages_is_refused(site: Path) -> None:
+    install(site, "other", {"burnish.trackers": {"lines": "other:Lines"}})
+    with pytest.raises(UsageError) as caught:
+        TRACKERS.target("lines", "tracking.trackers")
+    assert "other" in str(caught.value.have)
+    assert "example-extensions" in str(caught.value.have)
+
+
+def test_built_in_names_and_ones_own_files_ask_no_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.metadata, "entry_points", None)
+    for table in TABLES:
+        for name in table.builtins:
+            assert table.target(name, "setting") == table.builtins[name]
+        assert table.target("mine.py:Class", "setting") == "mine.py:Class"
+
+
+@pytest.mark.parametrize(
+    ("table", "name", "asked", "have"),
+    [
+        (ENGINES, "mine.py:Deaf", (), "forward_backward"),
+        (ENGINES, "mine.py:Narrow", (), "layout"),
+        (ENGINES, "mine.py:NUMBER", (), "int"),
+        (ENGINES, "mine.py:Nothing", (), "Nothing"),
+        (ENGINES, "nobodys.py:Engine", (), "nobodys"),
+        (ENGINES, "torhc", (), "torhc"),
+        (GENERATORS, "mine.py:Untrained", (), "load_weights"),
+        (GENERATORS, "mine.py:Rankless", ("lora",), "lora"),
+        (GENERATORS, "mine.py:Lines", (), "generate"),
+        (TRACKERS, "mine.py:Deaf", (), "log"),
+        (TRACKERS, "json:loads", (), "function"),
+    ],
+)
+def test_what_cannot_be_one_is_refused(
+    root: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    table: Table[Any],
+    name: str,
+    asked: tuple[str, ...],
+    have: str,
+) -> None:
+    monkeypatch.chdir(root)
+    with pytest.raises(UsageError) as caught:
+        table.load(name, "a.setting", asked)
+    error = caught.value
+    assert error.problem.startswith("a.setting")
+    assert have in f"{error.problem} {error.have}"
+    assert error.want
+    assert error.do
+
+
+def test_a_file_runs_once_until_it_changes(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(root)
+    first = ENGINES.load("mine.py:Noting", "engine.kind")
+    assert ENGINES.load("mine.py:Noting", "engine.kind") is first
+    (root / "mine.py").write_text(f"{MINE}\n# changed")
+    assert ENGINES.load("mine.py:Noting", "engine.kind") is not first
+
+
+def test_what_is_not_known_of_an_engine_is_not_refused(root: Path) -> None:
+    """Every setting that one of the built-in engines lacks is left to an engine of one's own."""
+    own = ["engine.kind=mine.py:Noting", "rollout.engine=mine.py:Around"]
+    settings = ["engine.pipeline_parallel=2", "optim.kind=muon", "rollout.tensor_parallel=2"]
+    config = load_config(root / "rl.yaml", [*own, *settings])
+    check(config, "rl", None)
+    for kind in ("torch", "megatron"):
+        with pytest.raises(UsageError):
+            check(load_config(root / "rl.yaml", [f"engine.kind={kind}", *settings]), "rl", None)
+
+
+def test_a_run_with_ones_own_is_the_run_without(root: Path) -> None:
+    """Engine, generator and tracker of a file: a dry run, a run, and one that is killed and resumed."""
+    plain = done(root, "rl", "rl.yaml", *SHORT, "name=plain")
+    own = ["rl", "rl.yaml", *SHORT, *OWN]
+    assert burnish(root, *own, "--dry-run")[0] == 0
+    assert not (root / "runs" / "run").exists()
+    killed = At("burnish.runs.run:Run.finish", 3, 9)
+    code, said = burnish(root, *own, "checkpoint.save_every=1", at=killed)
+    assert code == -9, said
+    assert len((root / "engine.txt").read_text().split()) == 1 + 3  # one of the proof
+    resumed = done(root, *own, "checkpoint.save_every=1")
+    assert len((root / "engine.txt").read_text().split()) == 1 + 3 + 1
+    assert (root / "generator.txt").exists()
+    steps = [json.loads(line)[0] for line in (resumed / "lines.jsonl").read_text().splitlines()]
+    assert steps == [1, 2, 3]
+    assert {**outcome(resumed), "state": None} == {**outcome(plain), "state": None}
+
+
+@pytest.mark.nightly
+def test_ones_own_on_two_ranks_in_processes_beside_them(root: Path) -> None:
+    """Also with the built-in engine before, whose checkpoint any other resumes."""
+    place = ["rollout.place=child", "checkpoint.save_every=3"]
+    plain = done(root, "rl", "rl.yaml", *place, "name=plain", world=2)
+    commands = ranks(
+        root, ["rl", "rl.yaml", *place, "name=own"], 2, At("burnish.runs.run:Run.finish", 4, 9)
+    )
+    assert commands[0].wait() == -9
+    commands[1].wait()
+    own = done(root, "rl", "rl.yaml", *place, *OWN, "name=own", world=2)
+    assert outcome(own) == outcome(plain)
+    assert (root / "generator.txt").exists()
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        "engine.kind=torhc",
+        "engine.kind=mine.py:Deaf",
+        "rollout.engine=mine.py:Untrained",
+        "tracking.trackers=[mine.py:Deaf]",
+        "tracking.trackers=[tensorbord]",
+    ],
+)
+def test_a_run_that_names_none_writes_nothing(root: Path, setting: str) -> None:
+    code, said = burnish(root, "rl", "rl.yaml", setting)
+    assert code == 2, said
+    assert setting.partition("=")[0] in said
+    assert "Traceback" not in said
+    assert not (root / "runs" / "run" / "config.yaml").exists()
+
+
+def test_an_engine_without_its_attributes_is_refused_with_their_names(root: Path) -> None:
+    code, said = burnish(root, "rl", "rl.yaml", "engine.kind=mine.py:Unlayered")
+    assert code == 2, said
+    assert "layout" in said
+    assert "Traceback" not in said
