@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from training_files import At, burnish, done, make_files, outcome, ranks
+from support.runs.training_files import At, burnish, done, make_files, outcome, ranks
 
 from burnish.config.constraints import check
 from burnish.config.load import load_config
