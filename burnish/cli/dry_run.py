@@ -6,6 +6,7 @@ import os
 import shlex
 from argparse import Namespace
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from burnish.api import prepare
@@ -14,6 +15,7 @@ from burnish.cli.plan import devices_of, fit
 from burnish.config.constraints import Command
 from burnish.config.schema import RunConfig
 from burnish.distributed.environment import place_of
+from burnish.launch.elastic import planner_of
 from burnish.runs.summary import summary
 
 
@@ -30,7 +32,7 @@ def dry_run(given: Namespace, config: RunConfig, run_dir: Path | None) -> None:
     if devices is None:
         config = config.model_copy(update={"engine": found.engine})
     if layout.is_main:
-        memory = None if command == "eval" else fit(config, command, target)
+        memory = None if command == "eval" else fit(partial(planner_of, config, command), target)
         paragraphs = (
             f"burnish {command} is ready to run",
             summary(config, command, world, run_dir, memory),

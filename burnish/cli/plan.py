@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 import os
 from argparse import Namespace
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from burnish.cli.output import print_text
 from burnish.config.constraints import check_engine
 from burnish.config.load import load_config
-from burnish.config.schema import EngineConfig, RunConfig
+from burnish.config.schema import EngineConfig
 from burnish.distributed.environment import place_of
 from burnish.errors import BurnishError, UsageError, bytes_text, count_text, table
 from burnish.launch.elastic import planner_of
@@ -62,12 +62,12 @@ def run_plan(arguments: Namespace) -> None:
         raise planner.refusal(plans[0])
 
 
-def fit(config: RunConfig, command: Literal["sft", "rl"], devices: Devices | None) -> str:
+def fit(plan_for: Callable[[Devices], Planner], devices: Devices | None) -> str:
     """Return a dry run's line about memory. Raises `UsageError` if the run cannot be divided or does not fit."""
     if devices is None:
         return "not planned: this machine's accelerator is not known"
     try:
-        planner = planner_of(config, command, devices)
+        planner = plan_for(devices)
     except UsageError as error:  # a family that the planner does not know may still be trained
         return f"not planned: {error.problem}"
     plan, refused = planner.as_configured()

@@ -136,7 +136,7 @@ def test_a_revision_that_moves_leaves_a_commit_as_it_is(hub: HubServer) -> None:
     hub.branches["models/me/tiny", "refs/pr/1"] = {"config.json": b"[1]"}
     assert first.file("config.json").read_bytes() == b"{}"
     assert place("me/tiny@refs/pr/1").file("config.json").read_bytes() == b"[1]"
-    assert place("me/tiny").file("config.json").read_bytes() == b"{}"  # as the cache knows it
+    assert HubFiles.of(place("me/tiny")).file("config.json").read_bytes() == b"{}"  # as the cache knows it
     later = place(f"me/tiny@{hub.commit('models/me/tiny')}")
     assert later.file("config.json").read_bytes() == b"[]"
 
@@ -202,7 +202,7 @@ def test_a_file_with_another_content_is_refused_and_not_kept(
 def test_a_small_file_with_another_content_is_refused(hub: HubServer) -> None:
     hub.wrong["nested/a [file].txt"] = b"desten"
     with pytest.raises(CorruptError):
-        place("hf://me/tiny/nested").file("a [file].txt")
+        HubFiles.of(place("hf://me/tiny/nested")).file("a [file].txt")
 
 
 @pytest.mark.parametrize(
@@ -220,10 +220,10 @@ def test_a_refusal_says_what_to_do(
     hub.repositories |= {"models/me/secret": dict(MODEL), "models/me/gated": dict(MODEL)}
     hub.private, hub.gated = "models/me/secret", "models/me/gated"
     with pytest.raises(kind, match=named):
-        place(text).file("config.json")
+        HubFiles.of(place(text)).file("config.json")
 
 
 def test_a_token_opens_what_is_private(hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
     hub.private = "models/me/tiny"
     monkeypatch.setenv("HF_TOKEN", TOKEN)
-    assert place("me/tiny").file("config.json").read_bytes() == b"{}"
+    assert HubFiles.of(place("me/tiny")).file("config.json").read_bytes() == b"{}"
