@@ -105,7 +105,7 @@ def test_files_come_once_and_then_from_the_cache(hub: HubServer) -> None:
     hub.asked.clear()
     assert HubFiles.of(place("me/tiny")) == pinned
     assert pinned.fetch(wanted) == root
-    assert place("hf://me/tiny/nested").file("a [file].txt").read_bytes() == b"nested"
+    assert HubFiles.of(place("hf://me/tiny/nested")).file("a [file].txt").read_bytes() == b"nested"
     assert hub.asked == []
 
 
@@ -126,7 +126,7 @@ def test_the_oldest_ids_have_no_owner(hub: HubServer) -> None:
     assert pinned.place == HubPlace("model", "gpt2", str(hub.commit("models/me/tiny")))
     assert pinned.file("model.safetensors").read_bytes() == MODEL["model.safetensors"]
     hub.asked.clear()
-    assert place("gpt2").file("config.json").read_bytes() == b"{}"
+    assert HubFiles.of(place("gpt2")).file("config.json").read_bytes() == b"{}"
     assert hub.asked == []
 
 
@@ -135,7 +135,7 @@ def test_a_revision_that_moves_leaves_a_commit_as_it_is(hub: HubServer) -> None:
     hub.repositories["models/me/tiny"] = MODEL | {"config.json": b"[]"}
     hub.branches["models/me/tiny", "refs/pr/1"] = {"config.json": b"[1]"}
     assert first.file("config.json").read_bytes() == b"{}"
-    assert place("me/tiny@refs/pr/1").file("config.json").read_bytes() == b"[1]"
+    assert HubFiles.of(place("me/tiny@refs/pr/1")).file("config.json").read_bytes() == b"[1]"
     assert HubFiles.of(place("me/tiny")).file("config.json").read_bytes() == b"{}"  # as the cache knows it
     later = place(f"me/tiny@{hub.commit('models/me/tiny')}")
     assert later.file("config.json").read_bytes() == b"[]"
