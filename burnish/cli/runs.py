@@ -12,8 +12,8 @@ from typing import Any
 from burnish.cli.output import print_text
 from burnish.errors import BurnishError, MissingError, UsageError, table
 from burnish.tracking.console import duration
+from burnish.tracking.curves import Curves
 from burnish.tracking.rundir import RunDirectory
-from burnish.view.curves import Curves
 from burnish.view.runs import beside, describe, find_runs, settings_of
 
 _BEST = {"val/reward": max, "val/loss": min}

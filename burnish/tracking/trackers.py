@@ -199,7 +199,9 @@ class Observers:
             self._directory.write_status(self._total_steps, state)
         if self._settings.report:
             begun = time.monotonic()
-            import_module("burnish.view.report").write_report(self._directory.root, state)
+            from burnish.tracking.report import write_report
+
+            write_report(self._directory.root, state)
             took = time.monotonic() - begun
             self._next_report = begun + max(_REPORT_SECONDS, took / _REPORT_SHARE)
 

@@ -27,11 +27,11 @@ from burnish.files.remote import Remote
 from burnish.files.storage import LOCAL, open_regular
 from burnish.files.urls import Url
 from burnish.redaction import redacted
+from burnish.tracking.curves import Curve, Curves
 from burnish.tracking.rollouts import Kind, rollouts_path
 from burnish.tracking.rundir import RunDirectory
 from burnish.tracking.traces import spans_of
 from burnish.tracking.trackers import json_number
-from burnish.view.curves import Curve, Curves
 from burnish.view.index import LAST_STEP, Integer, RolloutFilter, RolloutIndex
 from burnish.view.runs import beside, describe, find_runs, settings_of
 

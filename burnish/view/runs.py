@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -15,14 +14,12 @@ from burnish.config.credentials import without_credentials
 from burnish.config.document import CoreLoader, dotted, recorded
 from burnish.errors import CorruptError
 from burnish.files.lease import LEASE, is_held
-from burnish.files.storage import open_regular
 from burnish.runs.run_directory import recorded_config
+from burnish.tracking.curves import Curves
+from burnish.tracking.report import config_text, model_of
 from burnish.tracking.rundir import CHECKPOINTS, STATE, STEPS, TRAINER, RunDirectory
-from burnish.view.curves import Curves
 
 _HEAVY = {CHECKPOINTS, "rollouts", "tensorboard", "logs"}  # a run's directories without other runs
-_CONFIG_BYTES = 4 << 20
-_MODEL = re.compile(r"^model:\n(?:  .*\n)*?  path: (.*)$", re.M)
 
 
 def find_runs(root: Path) -> list[Path]:
@@ -61,20 +58,6 @@ def describe(run: RunDirectory, curves: Curves, *, is_copy: bool = False) -> dic
         "updated": max(_changed(path) for path in (run.metrics, run.environment)),
         "model": model_of(run),
     }
-
-
-def model_of(run: RunDirectory) -> str | None:
-    """Return the model that a run's configuration names, even if another version wrote it."""
-    found = _MODEL.search(config_text(run))
-    return found[1].strip("\"'") if found and found[1] != "null" else None
-
-
-def config_text(run: RunDirectory) -> str:
-    """Return the beginning of a run's configuration; "" without one."""
-    if not run.config.exists():
-        return ""
-    with open_regular(run.config) as file:
-        return file.read(_CONFIG_BYTES).decode("utf-8", "replace")
 
 
 def _changed(path: Path) -> float:

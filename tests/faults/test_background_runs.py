@@ -61,7 +61,7 @@ def test_killed_at_random_moments(work, in_peace, kind, world):
 SAVER = "burnish.checkpoint.background"
 CHOSEN = {
     "sft": [(f"{SAVER}:stage", 1), (f"{SAVER}:BackgroundSaver.begin", 2), (f"{SAVER}:Companion.kill", 1)],
-    "rl": [("burnish.view.report:write_report", 1), (f"{SAVER}:BackgroundSaver.finished", 4)],
+    "rl": [("burnish.tracking.report:write_report", 1), (f"{SAVER}:BackgroundSaver.finished", 4)],
 }  # fmt: skip
 
 

@@ -83,7 +83,7 @@ def test_killed_at_random_moments(work, in_peace, kind):
 @pytest.mark.parametrize("kind", ["sft", pytest.param("rl", marks=pytest.mark.nightly)])
 def test_killed_at_chosen_moments(work, in_peace, kind):
     places = [
-        ("burnish.view.report:write_report", 1),
+        ("burnish.tracking.report:write_report", 1),
         ("burnish.checkpoint.save:Saver._lay_out", 1),
         ("burnish.checkpoint.save:Saver._commit", 2),
         (f"{ENGINE}.optim_step", 2),

@@ -136,7 +136,9 @@ def test_a_revision_that_moves_leaves_a_commit_as_it_is(hub: HubServer) -> None:
     hub.branches["models/me/tiny", "refs/pr/1"] = {"config.json": b"[1]"}
     assert first.file("config.json").read_bytes() == b"{}"
     assert HubFiles.of(place("me/tiny@refs/pr/1")).file("config.json").read_bytes() == b"[1]"
-    assert HubFiles.of(place("me/tiny")).file("config.json").read_bytes() == b"{}"  # as the cache knows it
+    assert (
+        HubFiles.of(place("me/tiny")).file("config.json").read_bytes() == b"{}"
+    )  # as the cache knows it
     later = place(f"me/tiny@{hub.commit('models/me/tiny')}")
     assert later.file("config.json").read_bytes() == b"[]"
 

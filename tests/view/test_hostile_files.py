@@ -25,9 +25,9 @@ from burnish.config.schema import RunConfig
 from burnish.errors import BurnishError
 from burnish.files.lease import LEASE, holding_lease, is_held
 from burnish.files.storage import LOCAL, open_regular
+from burnish.tracking.report import write_report
 from burnish.tracking.rundir import RunDirectory
 from burnish.tracking.trackers import read_metrics
-from burnish.view.report import write_report
 from burnish.view.runs import settings_of
 
 FILES = (

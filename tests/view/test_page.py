@@ -18,10 +18,10 @@ from view.chromium import PROGRAM, Pipe, Tab, chromium
 from view.served import viewer
 
 from bench.view_runs import HOSTILE, make_hostile_run, make_run
+from burnish.tracking.report import write_report
 from burnish.tracking.rollouts import write_rollouts
 from burnish.tracking.rundir import RunDirectory
 from burnish.tracking.trackers import json_line, json_numbers
-from burnish.view.report import write_report
 
 pytestmark = pytest.mark.skipif(PROGRAM is None, reason="there is no chromium here")
 

@@ -90,7 +90,7 @@ PRELOAD = (
     "burnish.methods.rl",
     "burnish.methods.parts.serve",
     "burnish.methods.sft",
-    "burnish.view.report",
+    "burnish.tracking.report",
     "support.models.adapters",
     "contracts.engine",
     "support.models.engines",

@@ -16,18 +16,20 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from burnish.files.storage import open_regular
 from burnish.redaction import redacted
+from burnish.tracking.curves import Curve, Curves
 from burnish.tracking.rollouts import Row, rank, read_rollouts, rollout_files
 from burnish.tracking.rundir import STEPS, TRAINER, RunDirectory, write_atomically
 from burnish.tracking.trackers import State
-from burnish.view.curves import Curve, Curves
-from burnish.view.runs import config_text, model_of
 
 MAX_CURVES, MAX_POINTS, READ_BYTES = 1000, 400, 32_000_000
 """Most metrics, most points of a line, and most bytes of rollout files that are read, besides the newest and the oldest one."""
 log = logging.getLogger("burnish")
 
-_PAGE = Path(__file__).parent / "page"
+_PAGE = Path(__file__).parents[1] / "view" / "page"
+_CONFIG_BYTES = 4 << 20
+_MODEL = re.compile(r"^model:\n(?:  .*\n)*?  path: (.*)$", re.M)
 _TEXT_LIMIT = 3000
 _EXAMPLES = 3
 _ASSET = re.compile(
@@ -64,6 +66,20 @@ def write_report(run_dir: Path, state: State | None = None) -> Path:
     held = json.dumps(answers, ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c")
     write_atomically(run.report, _page().replace(_ANSWERS, held))
     return run.report
+
+
+def model_of(run: RunDirectory) -> str | None:
+    """Return the model that a run's configuration names, even if another version wrote it."""
+    found = _MODEL.search(config_text(run))
+    return found[1].strip("\"'") if found and found[1] != "null" else None
+
+
+def config_text(run: RunDirectory) -> str:
+    """Return the beginning of a run's configuration; "" without one."""
+    if not run.config.exists():
+        return ""
+    with open_regular(run.config) as file:
+        return file.read(_CONFIG_BYTES).decode("utf-8", "replace")
 
 
 def _bounded(curves: Mapping[str, Curve]) -> Mapping[str, Curve]:

@@ -15,11 +15,11 @@ from support.runs.rollouts import made_rollout, table_of
 
 from burnish.errors import CorruptError
 from burnish.records import Rollout
+from burnish.tracking.report import MAX_CURVES, MAX_POINTS, choose_examples, write_report
 from burnish.tracking.rollouts import read_rollouts, write_rollouts
 from burnish.tracking.rundir import RunDirectory, environment, write_atomically
 from burnish.tracking.trackers import JsonlTracker
-from burnish.view import report as module
-from burnish.view.report import MAX_CURVES, MAX_POINTS, choose_examples, write_report
+from burnish.tracking import report as module
 
 
 class Report(HTMLParser):
@@ -209,7 +209,7 @@ def test_ten_thousand_steps_are_thinned_out(run: RunDirectory) -> None:
 
 
 def test_reports_need_neither_torch_nor_a_server() -> None:
-    script = "import sys, burnish.view.report; assert not {'torch', 'transformers', 'starlette', 'sqlite3'} & set(sys.modules)"
+    script = "import sys, burnish.tracking.report; assert not {'torch', 'transformers', 'starlette', 'sqlite3'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", script], check=True)
 
 
