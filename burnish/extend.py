@@ -177,7 +177,7 @@ TRACKERS: Table[type[Tracker]] = Table(
     "tracker",
     "burnish.tracking.trackers:Tracker",
     {
-        "tensorboard": "burnish.tracking.services:TensorBoardTracker",
+        "tensorboard": "burnish.tracking.tensorboard:TensorBoardTracker",
         "wandb": "burnish.tracking.services:WandbTracker",
         "mlflow": "burnish.tracking.services:MlflowTracker",
         "trackio": "burnish.tracking.services:TrackioTracker",

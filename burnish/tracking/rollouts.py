@@ -260,3 +260,15 @@ def parse_rollout(line: bytes, place: str) -> Row:
             do=_REMEDY,
         )
     return row
+
+
+def sample_table(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return rows of samples with equal columns, for trackers that show tables."""
+    names = list(dict.fromkeys(name for row in rows for name in row.get("reward_parts", ())))
+    columns = ("step", "prompt", "completion", "answer", "reward", "advantage", "stop_reason")
+    return [
+        {name: row.get(name) for name in columns}
+        | {"reward": None if row["reward"] == "NaN" else row["reward"]}  # a column has one type
+        | {f"reward/{name}": row.get("reward_parts", {}).get(name) for name in names}
+        for row in rows
+    ]

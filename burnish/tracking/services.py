@@ -1,4 +1,4 @@
-"""Log to TensorBoard, W&B, MLflow, Trackio and SwanLab, with their clients and environment variables; a resumed run continues."""
+"""Log to W&B, MLflow, Trackio and SwanLab, with their clients and environment variables; a resumed run continues."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import math
 import netrc
 import os
 import re
-import socket
 import sys
 import time
 from abc import abstractmethod
@@ -19,58 +18,11 @@ from urllib.parse import urlsplit
 
 from burnish.config.document import dotted, recorded
 from burnish.errors import UsageError
+from burnish.tracking.rollouts import sample_table
 from burnish.tracking.rundir import RUN, RunDirectory
 from burnish.tracking.trackers import FileKind, State, Tracker
 
 _PROJECT = "burnish"  # if the service's own variable names none
-_SAMPLES, _CHARACTERS = 16, 2000  # most rows of a TensorBoard table, most characters of a cell
-_BUFFER = 1 << 20  # bytes; holds whole TensorBoard records while the disk is full
-
-
-class TensorBoardTracker(Tracker):
-    """Write scalars, and samples as texts, to TensorBoard's event files. Resuming hides later steps; with None, all."""
-
-    def __init__(self, directory: Path, *, resume_step: int | None = None) -> None:
-        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
-        from tensorboard.compat.proto.summary_pb2 import Summary
-        from tensorboard.summary.writer.record_writer import RecordWriter
-
-        self._event, self._summary = Event, Summary
-        place = f"{time.time():.6f}.{socket.gethostname()}.{os.getpid()}"
-        path = RunDirectory(directory).tensorboard / f"events.out.tfevents.{place}"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        # The writers of TensorBoard and torch have a thread, which prints a traceback if the disk is full.
-        self._records = RecordWriter(path.open("xb", buffering=_BUFFER))
-        purge = 0 if resume_step is None else resume_step + 1
-        self._write(purge, file_version="brain.Event:2")
-        self._write(purge, session_log=SessionLog(status=SessionLog.START))
-
-    def _write(self, step: int, **what: Any) -> None:
-        event = self._event(wall_time=time.time(), step=step, **what)
-        self._records.write(event.SerializeToString())
-
-    def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Write every value as a scalar of its name, all in one record."""
-        scalars = [self._summary.Value(tag=n, simple_value=float(v)) for n, v in values.items()]
-        self._write(step, summary=self._summary(value=scalars))
-
-    def log_rollouts(self, step: int, kind: str, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Write the first samples as a table in Markdown."""
-        from torch.utils.tensorboard.summary import text
-
-        if table := _sample_table(rows[:_SAMPLES]):
-            lines = [list(table[0]), ["---"] * len(table[0])]
-            lines += [[_cell(value) for value in row.values()] for row in table]
-            told = "\n".join(f"| {' | '.join(line)} |" for line in lines)
-            self._write(step, summary=text(f"rollouts/{kind}", told))  # type: ignore[no-untyped-call]
-
-    def sync(self) -> None:
-        """Write held records."""
-        self._records.flush()
-
-    def close(self) -> None:
-        """Close the event file."""
-        self._records.close()
 
 
 class _Service(Tracker):
@@ -91,7 +43,7 @@ class _Service(Tracker):
         self._run.log(dict(values), step=step)
 
     def log_rollouts(self, step: int, kind: str, rows: Sequence[Mapping[str, Any]]) -> None:
-        if table := _sample_table(rows):
+        if table := sample_table(rows):
             data = [list(row.values()) for row in table]
             self._log_table(step, f"rollouts/{kind}", list(table[0]), data)
 
@@ -321,19 +273,3 @@ def _without_key(name: str, have: str) -> UsageError:
 
 def _step(checkpoint: str) -> int:
     return int(PurePath(checkpoint).name.rpartition("-")[2])
-
-
-def _cell(value: object) -> str:
-    escaped = {ord(each): f"&#{ord(each)};" for each in "\\`*_[]|#~&<>"}
-    return str(value)[:_CHARACTERS].translate(escaped).replace("\n", "<br>")
-
-
-def _sample_table(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    names = list(dict.fromkeys(name for row in rows for name in row.get("reward_parts", ())))
-    columns = ("step", "prompt", "completion", "answer", "reward", "advantage", "stop_reason")
-    return [
-        {name: row.get(name) for name in columns}
-        | {"reward": None if row["reward"] == "NaN" else row["reward"]}  # a column has one type
-        | {f"reward/{name}": row.get("reward_parts", {}).get(name) for name in names}
-        for row in rows
-    ]

@@ -88,7 +88,7 @@ def test_killed_at_chosen_moments(work, in_peace, kind):
         ("burnish.checkpoint.save:Saver._commit", 2),
         (f"{ENGINE}.optim_step", 2),
         ("burnish.tracking.trackers:JsonlTracker.log", 1),
-        ("burnish.tracking.services:TensorBoardTracker.log", 1),
+        ("burnish.tracking.tensorboard:TensorBoardTracker.log", 1),
         ("burnish.checkpoint.retention:move_aside", 1),
         ("burnish.checkpoint.retention:Retention.apply", 1),
     ]

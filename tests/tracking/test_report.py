@@ -15,11 +15,11 @@ from support.runs.rollouts import made_rollout, table_of
 
 from burnish.errors import CorruptError
 from burnish.records import Rollout
+from burnish.tracking import report as module
 from burnish.tracking.report import MAX_CURVES, MAX_POINTS, choose_examples, write_report
 from burnish.tracking.rollouts import read_rollouts, write_rollouts
 from burnish.tracking.rundir import RunDirectory, environment, write_atomically
 from burnish.tracking.trackers import JsonlTracker
-from burnish.tracking import report as module
 
 
 class Report(HTMLParser):

@@ -22,9 +22,9 @@ from burnish.config.schema import TrackingConfig
 from burnish.errors import CorruptError, UsageError
 from burnish.extend import TRACKERS
 from burnish.records import Rollout
-from burnish.tracking.rollouts import rollout_files
+from burnish.tracking.rollouts import rollout_files, sample_table
 from burnish.tracking.rundir import RunDirectory
-from burnish.tracking.services import TensorBoardTracker, _sample_table
+from burnish.tracking.tensorboard import TensorBoardTracker
 from burnish.tracking.trackers import (
     BackgroundTracker,
     JsonlTracker,
@@ -397,7 +397,7 @@ class TestTensorBoardTracker(RecordContract):
 
     def test_a_sample_without_a_reward_keeps_its_column_a_number(self) -> None:
         """A table of W&B refuses a column of numbers and texts."""
-        dropped, kept = _sample_table([{**ROWS[0], "reward": "NaN"}, {**ROWS[0], "reward": 0.5}])
+        dropped, kept = sample_table([{**ROWS[0], "reward": "NaN"}, {**ROWS[0], "reward": 0.5}])
         assert (dropped["reward"], kept["reward"]) == (None, 0.5)
 
     def test_samples_are_texts_that_are_only_shown(self, tmp_path: Path) -> None:

@@ -80,7 +80,7 @@ PRELOAD = (
     "burnish.rollout.builtin.shared_cache",
     "burnish.tracking.console",
     "burnish.tracking.rollouts",
-    "burnish.tracking.services",
+    "burnish.tracking.tensorboard",
     "burnish.tracking.traces",
     "burnish.methods.parts.critic",
     "burnish.methods.evaluation",
@@ -291,7 +291,7 @@ def _compute_what_all_need() -> None:
     from burnish.check import proof_key
     from burnish.config.keys import known_keys
     from burnish.data import length_cache as kept_lengths
-    from burnish.view import report
+    from burnish.tracking import report
 
     known_keys()  # the schema, in words
     proof_key.own_code()  # reads the library's files, once
