@@ -27,7 +27,7 @@ from burnish.boxes.pieces import (
     gather_some,
     gather_tensors,
 )
-from burnish.boxes.plan import Coverage, Group, schedule
+from burnish.boxes.plan import Coverage, Group, Moves, schedule
 from burnish.boxes.shards import TensorSpec
 from burnish.boxes.table import BoxIndex, BoxTable, Columns, Ints, flat_ranges, strides
 from burnish.boxes.tensor_reader import TORCH_DTYPES, copy, dtype_name, in_chunks
@@ -54,13 +54,17 @@ MAX_FILE_BYTES = 4 << 30
 """A set of tensors is divided into files of about this size; a larger tensor has its own file."""
 MOST_BLOCKS = 1 << 19
 """A step of more blocks gets larger blocks, because the manifest, which all ranks read, has a hash for each."""
-# Most bytes of a span, and of the spans that a rank assembles while it writes as many. A span has at least one block.
-_SPAN_BYTES, _GROUP_BYTES = 4 << 20, 16 << 20
+# Most bytes of a span, unless one block is larger.
+_SPAN_BYTES = 4 << 20
+# Most bytes of the spans that a rank assembles at once. It writes the group before at the same time.
+_GROUP_BYTES = 16 << 20
 _WAVE_BYTES = 16 << 20
 # At least this many ranks share the planning of a save, in a run that has as many.
 _PLANNERS = 128
-# Blocks of a typical tensor; least blocks of an aligned file. Ranks cut tensors by rows, and few small blocks hold rows of two ranks.
-_BLOCKS_PER_TENSOR, _BLOCKS_TO_ALIGN = 64, 32
+# Blocks of a typical tensor. Ranks cut tensors by rows, and of many small blocks few hold rows of two ranks.
+_BLOCKS_PER_TENSOR = 64
+# Least blocks of an aligned file.
+_BLOCKS_TO_ALIGN = 32
 _FILE = re.compile(
     r"((?:[a-z][a-z0-9_]*/)?)(?:(model)|training)/(.+?)(?:-[0-9]{5}-of-[0-9]{5})?\.safetensors"
 )
@@ -193,7 +197,8 @@ def plan_files(
         directory, _, stem = path.rpartition("/")
         shares = _shares(members, max_file_bytes)
         if stem == MODEL and all(tensor.name.startswith(ADAPTER_PREFIX) for tensor in members):
-            stem, shares = ADAPTER_WEIGHTS, [members]
+            stem = ADAPTER_WEIGHTS
+            shares = [members]
         weight_map: dict[str, str] = {}
         for number, share in enumerate(shares, start=1):
             numbered = f"{stem}-{number:05d}-of-{len(shares):05d}" if len(shares) > 1 else stem
@@ -211,10 +216,11 @@ def block_bytes_for(sizes: Iterable[int], most: int = MOST_BLOCKS) -> int:
 
     The tensor with the middle byte gets 64 blocks, of `MIN_BLOCK_BYTES` to `BLOCK_BYTES`. Blocks grow if there are over `most`.
     """
-    tensors, size = sorted(sizes), BLOCK_BYTES
-    upto = np.cumsum([0, *tensors], dtype=np.int64)
+    ascending = sorted(sizes)
+    upto = np.cumsum([0, *ascending], dtype=np.int64)
     total = int(upto[-1])
-    typical = tensors[np.searchsorted(upto[1:], total / 2)] if tensors else 0
+    typical = ascending[np.searchsorted(upto[1:], total / 2)] if ascending else 0
+    size = BLOCK_BYTES
     while size > MIN_BLOCK_BYTES and size * _BLOCKS_PER_TENSOR > typical:
         size //= 2
     while total > most * size and size < MAX_BLOCK_BYTES:
@@ -248,7 +254,8 @@ def _file(path: str, tensor_set: str, members: list[StoredTensor], align: int) -
 
 Bools = np.ndarray[tuple[int], np.dtype[np.bool_]]
 
-_FAVOURITES = 8  # holders of most of a block, tried as its writer before any other rank
+# This many holders of most of a block are tried as its writer before any other rank.
+_FAVOURITES = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -281,79 +288,90 @@ class Parts:
         rows: list[tuple[int, int, int]] = []
         described: list[TensorSpec] = []
         for index, file in enumerate(files):
-            for each in file.entries:
-                key = f"{file.tensor_set}/{each.name}"
+            for entry in file.entries:
+                key = f"{file.tensor_set}/{entry.name}"
                 if key in tensors:
-                    rows.append((index, each.begin, each.end))
-                    described.append(TensorSpec(key, each.shape, TORCH_DTYPES[each.dtype]))
+                    rows.append((index, entry.begin, entry.end))
+                    described.append(TensorSpec(key, entry.shape, TORCH_DTYPES[entry.dtype]))
         entries = SpanTable(*np.array(rows, np.int64).reshape(-1, 3).T)
         tensor, dtype = tensors.add(described, "on disk")
-        span, entry, both = BoxIndex(_byte_ranges(entries)).meeting(_byte_ranges(spans))
-        begin, itemsize = entries.start[entry], tensors.itemsizes()[dtype[entry]]
-        first = (both.offsets[:, 0] - begin) // itemsize
-        last = first + both.sizes[:, 0] // itemsize
-        shapes = tensors.shape_table()[tensor[entry]]
+        # One row for each overlap of a span with a tensor's bytes.
+        span, tensor_row, overlap = BoxIndex(_byte_ranges(entries)).meeting(_byte_ranges(spans))
+        begin = entries.start[tensor_row]
+        itemsize = tensors.itemsizes()[dtype[tensor_row]]
+        first = (overlap.offsets[:, 0] - begin) // itemsize
+        last = first + overlap.sizes[:, 0] // itemsize
+        shapes = tensors.shape_table()[tensor[tensor_row]]
+        # A range of elements is one box or several: a part of a first row, whole rows, a part of a last row.
         row, offsets, sizes = flat_ranges(shapes, first, last)
-        entry, span = entry[row], span[row]
-        flat = (offsets * strides(shapes)[row]).sum(axis=1)
-        start = begin[row] + flat * itemsize[row] - spans.start[span]
+        tensor_row = tensor_row[row]
+        span = span[row]
+        element = (offsets * strides(shapes)[row]).sum(axis=1)
+        start = begin[row] + element * itemsize[row] - spans.start[span]
         order = np.lexsort((start, span))
-        boxes = BoxTable(tensor[entry], offsets, sizes).take(order)
+        boxes = BoxTable(tensor[tensor_row], offsets, sizes).take(order)
         numbers = np.arange(len(order))
-        pieces = Pieces(boxes, np.zeros_like(numbers), numbers, dtype[entry][order])
+        pieces = Pieces(boxes, np.zeros_like(numbers), numbers, dtype[tensor_row][order])
         return cls(tensors, pieces, span[order], start[order])
 
     def places(self, slots: Ints) -> dict[int, PartPlace]:
         """Return the places of parts whose span has a slot; -1 means none."""
-        boxes, found = self.pieces.boxes, {}
+        boxes = self.pieces.boxes
+        places = {}
         for part in np.flatnonzero(slots[self.span] >= 0).tolist():
             box = boxes.box(part, len(self.tensors.shapes[boxes.tensor[part]]))
-            found[part] = PartPlace(int(slots[self.span[part]]), int(self.start[part]), box)
-        return found
+            places[part] = PartPlace(int(slots[self.span[part]]), int(self.start[part]), box)
+        return places
 
 
 def _byte_ranges(spans: SpanTable) -> BoxTable:
     return BoxTable(spans.file, spans.start[:, None], (spans.stop - spans.start)[:, None])
 
 
-def owners(block: Ints, rank: Ints, size: Ints, blocks: int, world: int) -> Ints:
+def block_writers(block: Ints, rank: Ints, size: Ints, blocks: int, world: int) -> Ints:
     """Return each block's writer: the rank with most of its bytes, while all get equally many. A row is a rank's part of a block."""
-    pair, place = np.unique(block * world + rank, return_inverse=True)
-    total = np.bincount(place, size).astype(np.int64) if len(pair) else np.zeros(0, np.int64)
+    pair, row = np.unique(block * world + rank, return_inverse=True)
+    total = np.bincount(row, size).astype(np.int64) if len(pair) else np.zeros(0, np.int64)
     block, rank = np.divmod(pair, world)
-    order = np.lexsort(((rank - block) % world, -total, block))  # among equals, take turns
+    # The largest holders of a block first. Equal ones take turns: all ranks hold a replicated tensor whole.
+    order = np.lexsort(((rank - block) % world, -total, block))
     begins = np.searchsorted(block[order], np.arange(blocks + 1)).tolist()
-    favourites = rank[order].tolist()
+    holders = rank[order].tolist()
     quota = -(-blocks // world)
-    load, free, found = [0] * world, 0, []
+    load = [0] * world
+    next_free = 0
+    writers = []
     for number in range(blocks):
-        first, last = begins[number], begins[number + 1]
-        liked = favourites[first : min(last, first + _FAVOURITES)]
-        owner = next((each for each in liked if load[each] < quota), -1)
-        while owner < 0:
-            owner = free if load[free] < quota else -1
-            free += owner < 0
-        load[owner] += 1
-        found.append(owner)
-    return np.array(found, np.int64)
+        first = begins[number]
+        last = min(begins[number + 1], first + _FAVOURITES)
+        favourites = (holder for holder in holders[first:last] if load[holder] < quota)
+        writer = next(favourites, -1)
+        while writer < 0:
+            writer = next_free if load[next_free] < quota else -1
+            next_free += writer < 0
+        load[writer] += 1
+        writers.append(writer)
+    return np.array(writers, np.int64)
 
 
 def groups_of(
-    owner: Ints, size: Ints, place: Ints, travels: Bools, group_bytes: int
+    writer: Ints, size: Ints, place: Ints, travels: Bools, group_bytes: int
 ) -> tuple[Ints, Ints]:
-    """Divide owners' spans into groups of about `group_bytes`; return each span's group and index there.
+    """Divide writers' spans into groups of about `group_bytes`; return each span's group and slot there.
 
-    Sorts spans with other ranks' bytes (`travels`) first, then by `place`.
+    Sorts spans with other ranks' bytes (`travels`) first, then by `place`. So the last groups need no messages.
     """
-    order = np.lexsort((place, ~travels, owner))
-    owner, size = owner[order], size[order]
+    order = np.lexsort((place, ~travels, writer))
+    writer = writer[order]
+    size = size[order]
     begin = np.cumsum(size) - size
-    number = (begin - begin[np.searchsorted(owner, owner)]) // group_bytes
-    key = owner * (number.max(initial=0) + 1) + number
-    group, index = np.empty_like(number), np.empty_like(number)
+    number = (begin - begin[np.searchsorted(writer, writer)]) // group_bytes
+    key = writer * (number.max(initial=0) + 1) + number
+    group = np.empty_like(number)
     group[order] = number
-    index[order] = np.arange(len(key)) - np.searchsorted(key, key)
-    return group, index
+    slot = np.empty_like(number)
+    slot[order] = np.arange(len(key)) - np.searchsorted(key, key)
+    return group, slot
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -372,12 +390,14 @@ class WriteShare:
     @classmethod
     def joined(cls, shares: Sequence[Self]) -> Self:
         """Join shares of several sections, and renumber their parts."""
-        spans, places, moves = list[Sequence[Span]](), dict[int, PartPlace](), list[Group]()
-        for each in shares:
+        spans = list[Sequence[Span]]()
+        places = dict[int, PartPlace]()
+        moves = list[Group]()
+        for share in shares:
             base = 1 + max(places, default=-1)
-            spans += each.spans
-            places |= {want + base: place for want, place in each.places.items()}
-            moves += [group.shifted(base) for group in each.moves] if base else each.moves
+            spans += share.spans
+            places |= {want + base: place for want, place in share.places.items()}
+            moves += [group.shifted(base) for group in share.moves] if base else share.moves
         return cls(spans, places, moves, " ".join(share.digest for share in shares))
 
 
@@ -388,6 +408,20 @@ class PlannedSection:
     blocks: slice
     turn: int = 0
     turns: int = 1
+
+    def writers(self, coverage: Coverage, block: Ints, blocks: int, world: int) -> Ints:
+        """Return the writer of each of the section's `blocks`; `block` has the block of each wanted piece."""
+        part, holder = coverage.holders()
+        rank = coverage.held.rank[holder]
+        if self.turns > 1:
+            may_write = rank % self.turns == self.turn
+            part = part[may_write]
+            rank = rank[may_write]
+        itemsize = coverage.tensors.itemsizes()[coverage.wanted.dtype[coverage.want]]
+        size = (coverage.boxes.elements * itemsize)[part]
+        block = block[coverage.want[part]]
+        writer = block_writers(block, rank // self.turns, size, blocks, world // self.turns)
+        return self.turn + self.turns * writer
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -415,73 +449,77 @@ class Outline:
 
     def sections(self, world: int, most: int) -> list[PlannedSection]:
         """Divide the blocks into at most `most` sections; all ranks write equally many."""
-        count, found = len(self.blocks.file), list[PlannedSection]()
+        count = len(self.blocks.file)
         size = max(1, -(-count // (most * world))) * world
         turns = max(1, most // max(1, -(-count // size)))
         turns = next(each for each in range(turns, 0, -1) if world % each == 0)
+        sections = list[PlannedSection]()
         for start in range(0, count, size):
             edges = np.linspace(start, min(start + size, count), turns + 1).astype(int).tolist()
-            rows = [slice(*each) for each in pairwise(edges)]
-            found += [PlannedSection(each, turn, turns) for turn, each in enumerate(rows)]
-        return found
+            rows = [slice(*edge_pair) for edge_pair in pairwise(edges)]
+            sections += [PlannedSection(row, turn, turns) for turn, row in enumerate(rows)]
+        return sections
 
     def tensors_in(self, section: PlannedSection) -> set[str]:
         """Return the keys of a section's tensors."""
-        spans = self.blocks.take(section.blocks)
-        found = set[str]()
-        for number in np.unique(spans.file).tolist():
-            own, file = spans.file == number, self.files[number]
-            start, stop = int(spans.start[own].min()), int(spans.stop[own].max())
-            within = (e for e in file.entries if e.begin < stop and start < e.end)
-            found |= {f"{file.tensor_set}/{each.name}" for each in within}
-        return found
+        blocks = self.blocks.take(section.blocks)
+        keys = set[str]()
+        for number in np.unique(blocks.file).tolist():
+            file = self.files[number]
+            in_file = blocks.file == number
+            start = int(blocks.start[in_file].min())
+            stop = int(blocks.stop[in_file].max())
+            entries = (e for e in file.entries if e.begin < stop and start < e.end)
+            keys |= {f"{file.tensor_set}/{entry.name}" for entry in entries}
+        return keys
 
     def shares(
         self,
         have: Sequence[PieceTable],
         section: PlannedSection,
         world: int,
-        ranks: Iterable[int],
+        ranks: Sequence[int],
     ) -> list[WriteShare]:
-        """Plan a section of `world` ranks' save, and return the shares of `ranks`. Raises `MissingError` for an incomplete tensor."""
+        """Plan a section of a save by `world` ranks; return the shares of `ranks`. Raises `MissingError` for an incomplete tensor."""
         tensors = TensorIndex()
         [held] = tensors.merge(have)
-        blocks, turn, turns = self.blocks.take(section.blocks), section.turn, section.turns
+        blocks = self.blocks.take(section.blocks)
         parts = Parts.of(self.files, blocks, tensors)
-        cover = Coverage.of(held, parts.pieces, tensors)
-        part, holder = cover.holders()
-        holds = cover.held.rank[holder]
-        if turns > 1:
-            may = holds % turns == turn
-            part, holds = part[may], holds[may]
-        size = cover.boxes.elements * tensors.itemsizes()[parts.pieces.dtype[cover.want]]
-        block = parts.span[cover.want[part]]
-        writer = owners(block, holds // turns, size[part], len(blocks.file), world // turns)
-        owner = turn + turns * writer
-        spans, owner = blocks.joined(owner, _SPAN_BYTES)
+        coverage = Coverage.of(held, parts.pieces, tensors)
+        writer = section.writers(coverage, parts.span, len(blocks.file), world)
+        spans, writer = blocks.joined(writer, _SPAN_BYTES)
+        # A rank assembles whole spans, so the tensors are cut again, where spans begin and not where blocks do.
         parts = Parts.of(self.files, spans, tensors)
-        moves = cover.of_others(parts.pieces).moves(owner[parts.span])
-        travels = np.zeros(len(owner), bool)
+        moves = coverage.of_others(parts.pieces).moves(writer[parts.span])
+        group, slot = self._groups(spans, writer, parts, moves)
+        groups = int(group.max(initial=-1)) + 1
+        scheduled = schedule(moves, ranks, _WAVE_BYTES, group[parts.span[moves.want]], groups)
+        digest = moves.digest()
+        shares = []
+        for rank, rank_moves in zip(ranks, scheduled, strict=True):
+            is_own = writer == rank
+            by_slot = np.argsort(slot[is_own], kind="stable")
+            rank_spans: list[list[Span]] = [[] for _ in range(groups)]
+            for number in np.flatnonzero(is_own)[by_slot].tolist():
+                rank_spans[group[number]].append(spans[number])
+            places = parts.places(np.where(is_own, slot, -1))
+            shares.append(WriteShare(rank_spans, places, rank_moves, digest))
+        return shares
+
+    def _groups(
+        self, spans: SpanTable, writer: Ints, parts: Parts, moves: Moves
+    ) -> tuple[Ints, Ints]:
+        """Return the group of each span, and its slot among the group's spans."""
+        travels = np.zeros(len(writer), bool)
         travels[parts.span[moves.want[moves.source != moves.target]]] = True
-        most = max(_SPAN_BYTES, self.block_bytes)
         # Go through all sets at the same pace, so that one is converted while others are written.
         sets = [file.tensor_set for file in self.files]
-        in_set = np.array([at - sets.index(each) for at, each in enumerate(sets)], np.int64)
+        in_set = np.array([index - sets.index(name) for index, name in enumerate(sets)], np.int64)
         place = in_set[spans.file] * MAX_FILE_BYTES + spans.start
-        group, index = groups_of(
-            owner, spans.stop - spans.start, place, travels, max(most, _GROUP_BYTES - most)
-        )
-        groups, ranks = int(group.max(initial=-1)) + 1, list(ranks)
-        group_of_move = group[parts.span[moves.want]]
-        scheduled = schedule(moves, ranks, _WAVE_BYTES, group_of_move, groups)
-        digest, found = moves.digest(), list[WriteShare]()
-        for rank, own in zip(ranks, scheduled, strict=True):
-            mine = owner == rank
-            share: list[list[Span]] = [[] for _ in range(groups)]
-            for number in np.flatnonzero(mine)[np.argsort(index[mine], kind="stable")].tolist():
-                share[group[number]].append(spans[number])
-            found.append(WriteShare(share, parts.places(np.where(mine, index, -1)), own, digest))
-        return found
+        # A group ends with the span that fills it, so it may be longer by almost one span.
+        most = max(_SPAN_BYTES, self.block_bytes)
+        group_bytes = max(most, _GROUP_BYTES - most)
+        return groups_of(writer, spans.stop - spans.start, place, travels, group_bytes)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -500,33 +538,35 @@ class WritePlan:
         return cls(outline, share)
 
     @classmethod
-    def together(cls, mine: PieceTable, roles: Iterable[str], layout: Layout) -> Self:
+    def together(cls, pieces: PieceTable, roles: Iterable[str], layout: Layout) -> Self:
         """Plan from this rank's pieces. Collective. Raises as `of` does. In large runs, neighbouring ranks plan a section each."""
         if not layout.groups:
-            return cls.of(gather_pieces(mine, layout), roles, layout)
-        tensors = gather_tensors(mine, layout)
+            return cls.of(gather_pieces(pieces, layout), roles, layout)
+        tensors = gather_tensors(pieces, layout)
         with agree(layout):
             outline = Outline.of(tensors, roles)
         dims, size = _planners(layout)
         sections = outline.sections(layout.world, size)
-        number, own = layout.rank % size, PlannedSection(slice(0))
-        if number < len(sections):
-            own = sections[number]
-        have = gather_some(mine, tensors, outline.tensors_in(own), layout, dims)
-        shares: list[bytes] | None = None
+        number = layout.rank % size
+        is_planner = number < len(sections)
+        # A rank without a section takes part in the collectives, with an empty one.
+        section = sections[number] if is_planner else PlannedSection(slice(0))
+        have = gather_some(pieces, tensors, outline.tensors_in(section), layout, dims)
+        planned: list[bytes] | None = None
         with agree(layout):
-            if number < len(sections):
+            if is_planner:
                 first = layout.rank - number
                 ranks = range(first, first + size)
-                planned = outline.shares(have, own, layout.world, ranks)
+                shares = outline.shares(have, section, layout.world, ranks)
                 # As bytes, so that each rank unpickles only its own share.
-                shares = [pickle.dumps(share) for share in planned]
-        sent = gather_within(shares, layout.groups[:dims])
-        parts = [pickle.loads(each[number]) for each in sent if each]  # noqa: S301 - from this run
-        return cls(outline, WriteShare.joined(parts))
+                planned = [pickle.dumps(share) for share in shares]
+        gathered = gather_within(planned, layout.groups[:dims])
+        own = [pickle.loads(sent[number]) for sent in gathered if sent]  # noqa: S301 - from this run
+        return cls(outline, WriteShare.joined(own))
 
 
 def _planners(layout: Layout) -> tuple[int, int]:
+    """Return how many dims of the rank grid share the planning, and how many ranks these are."""
     size = 1
     for dims, group in enumerate(layout.groups, start=1):
         size *= dist.get_world_size(group)

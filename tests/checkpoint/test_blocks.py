@@ -25,8 +25,8 @@ from burnish.checkpoint.write_plan import (
     SpanTable,
     StoredTensor,
     block_bytes_for,
+    block_writers,
     groups_of,
-    owners,
     plan_files,
     set_of,
 )
@@ -180,7 +180,7 @@ def test_many_files_have_numbers_and_an_index():
 )
 def test_every_block_has_an_owner_and_all_ranks_as_many(rows, world):
     table = np.array(rows, np.int64).reshape(-1, 3)
-    owner = owners(table[:, 0], table[:, 1], table[:, 2], 20, world)
+    owner = block_writers(table[:, 0], table[:, 1], table[:, 2], 20, world)
     assert len(owner) == 20
     assert np.bincount(owner, minlength=world).max() <= -(-20 // world)
 
@@ -189,12 +189,12 @@ def test_a_block_belongs_to_whom_has_the_most_of_it():
     block = np.array([0, 0, 1, 1, 1, 2, 3])
     rank = np.array([0, 1, 0, 1, 0, 1, 0])
     size = np.array([3, 4, 3, 4, 3, 1, 1])
-    assert owners(block, rank, size, 4, 2).tolist() == [1, 0, 1, 0]
+    assert block_writers(block, rank, size, 4, 2).tolist() == [1, 0, 1, 0]
 
 
 def test_those_who_have_the_same_take_turns():
     block, rank = np.repeat(np.arange(6), 3), np.tile(np.arange(3), 6)
-    assert owners(block, rank, np.ones(18, np.int64), 6, 3).tolist() == [0, 1, 2, 0, 1, 2]
+    assert block_writers(block, rank, np.ones(18, np.int64), 6, 3).tolist() == [0, 1, 2, 0, 1, 2]
 
 
 @pytest.mark.parametrize("name", sorted(TORCH_DTYPES))
