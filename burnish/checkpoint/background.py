@@ -132,7 +132,8 @@ def serve(pipe: int, parent: int, memory: int) -> None:
     """Run `parent`'s writer process. `pipe` and `memory` are descriptors."""
     accompany(parent)
     torch.set_num_threads(1)
-    shared, arena = Memory(memory), Arena(torch.device("cpu"))
+    shared = Memory(memory)
+    arena = Arena(torch.device("cpu"))
 
     def check_parent() -> None:
         if os.getppid() != parent:
@@ -248,7 +249,8 @@ class BackgroundSaver:
             _log.warning("the process that writes checkpoints had died and is started again")
             self._restart_writer()
             self._writer.send(job)
-        self._step, self._moved_at = step, time.monotonic()
+        self._step = step
+        self._moved_at = time.monotonic()
 
     def finished(self, *, wait: bool) -> Finished | None:
         """See `Checkpoints.finished`."""
@@ -263,13 +265,14 @@ class BackgroundSaver:
                 break
             if not wait:
                 return None
-        step, self._step, self._answer = self._step, None, None
+        step = self._step
+        self._step = None
+        self._answer = None
         if failed:
             survived = self._survived(step, answers)
             return Finished(step, None, failed[0]) if survived else Finished(step, failed[0])
-        warnings = [
-            each.warning for each in answers if isinstance(each, SaveResult) and each.warning
-        ]
+        results = [answer for answer in answers if isinstance(answer, SaveResult)]
+        warnings = [result.warning for result in results if result.warning]
         return Finished(step, None, next(iter(warnings), None))
 
     def _poll(self, seconds: float) -> Answer | None:
@@ -278,7 +281,8 @@ class BackgroundSaver:
             return answer
         moved = self._writer.moved()
         if moved is None or moved != self._moved:
-            self._moved, self._moved_at = moved, time.monotonic()
+            self._moved = moved
+            self._moved_at = time.monotonic()
         if time.monotonic() - self._moved_at < self._timeout:
             return None
         self._writer.kill()
@@ -300,7 +304,8 @@ class BackgroundSaver:
 
     def _survived(self, step: int, answers: list[Answer | None]) -> bool:
         """Clean up a failed save and restart hung writers; return whether it was committed after all."""
-        layout, saver = self._saver.layout, self._saver
+        saver = self._saver
+        layout = saver.layout
         if answers[layout.rank] is None or not self._writer.is_alive():
             self._restart_writer()
         with agree(layout):  # wait until all failed writers have ended
@@ -323,5 +328,5 @@ class BackgroundSaver:
             host = "127.0.0.1" if is_local else place_of(os.environ).host or socket.gethostname()
             patience = timedelta(seconds=self._timeout)
             self._store = TCPStore(host, 0, layout.world, True, patience, False)
-        mine = (self._store.host, self._store.port) if self._store else None
-        return gather_objects(mine, layout)[0]
+        address = (self._store.host, self._store.port) if self._store else None
+        return from_main(address, layout)

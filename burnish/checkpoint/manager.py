@@ -168,7 +168,7 @@ class Checkpoints:
         self._background_timeout = background_timeout
         self._background: BackgroundSaver | None = None
         self._mirror: Destination | None = None
-        self._held = ExitStack()
+        self._lease = ExitStack()
 
     def __enter__(self) -> Self:
         layout = self._layout
@@ -180,11 +180,12 @@ class Checkpoints:
             _require_shared(self._root / LEASE, self._saver.token, layout, is_mirrored=is_mirrored)
             with agree(layout), naming_failures(f"{self._root} cannot be used"):
                 if self._background_timeout is not None:
-                    token = self._saver.token
-                    held = (token.descriptor,) if token is not None else ()
                     from burnish.checkpoint.background import BackgroundSaver
 
-                    self._background = BackgroundSaver(self._saver, self._background_timeout, held)
+                    # The writer process keeps the lock too: it may still write when its rank is killed.
+                    token = self._saver.token
+                    lock = (token.descriptor,) if token is not None else ()
+                    self._background = BackgroundSaver(self._saver, self._background_timeout, lock)
         except BaseException:
             self._close()
             raise
@@ -194,7 +195,7 @@ class Checkpoints:
         """Take the lease, and remove what a killed run left. For rank 0."""
         with naming_failures(f"{self._root} cannot be used"):
             make_dirs_durably(self._storage, self._root, above=_OWN_LEVELS)
-            token = self._held.enter_context(holding_lease(self._root / LEASE))
+            token = self._lease.enter_context(holding_lease(self._root / LEASE))
             self._saver = replace(self._saver, token=token)
             removals = Removals(self._root)
             clear(self._root, self._storage, removals)
@@ -209,7 +210,7 @@ class Checkpoints:
             self._background = None
         if self._mirror is not None:
             self._mirror.close()
-        self._held.close()
+        self._lease.close()
 
     def save(self, step: int, contents: Contents) -> Path:
         """Commit a step, remove those that retention drops, and return its directory.
@@ -267,14 +268,15 @@ class Checkpoints:
         here = LocalState(self._root, self._storage)
         sides: list[Side] = [here] if self._mirror is None else [here, self._mirror]
         skipped: list[str] = []
-        while (found := _newest(sides, self._layout)) is not None:
-            side, path = sides[found[0]], found[1]
+        while (newest := _newest(sides, self._layout)) is not None:
+            side_index, path = newest
+            side = sides[side_index]
             try:
                 step = _open(side, path, self._layout)
                 with agree(self._layout), naming_failures(f"{path} cannot be read"):
                     if self._layout.is_main:
                         _log_resuming(step, skipped)
-                        assets = [n for n in small_files(step) if not n.startswith(AHEAD)]
+                        assets = [name for name in small_files(step) if not name.startswith(AHEAD)]
                         for damage in verify_files(step, assets):
                             _log.warning("the run goes on without it, but %s", damage)
                 load(step, CheckpointSource(step, self._layout, arena))
@@ -286,7 +288,7 @@ class Checkpoints:
             else:
                 return Resumed(step, tuple(skipped))
         with agree(self._layout):
-            aside = [each for side in sides for each in side.aside()]
+            aside = [path for side in sides for path in side.aside()]
         if aside := from_main(aside, self._layout):
             raise CorruptError(
                 f"no checkpoint in {' and '.join(str(side.root) for side in sides)} can be used",
@@ -338,12 +340,13 @@ def _sees(lease: Path, number: int | None, pauses: Sequence[float]) -> bool:
 
 
 def _newest(sides: Sequence[Side], layout: Layout) -> tuple[int, PurePath] | None:
-    found: list[tuple[int, int, PurePath]] = []
+    """Return the newest step's side and path; of equal steps, that of the first side. Collective."""
+    steps: list[tuple[int, int, PurePath]] = []
     with agree(layout):
         for index, side in enumerate(sides if layout.is_main else ()):
             with naming_failures(f"{side.root} cannot be read"):
-                found += [(step, -index, path) for step, path in side.paths().items()]
-    newest = max(found, default=None)
+                steps += [(step, -index, path) for step, path in side.paths().items()]
+    newest = max(steps, default=None)
     return from_main(None if newest is None else (-newest[1], newest[2]), layout)
 
 
@@ -364,7 +367,7 @@ def _open(side: Side, path: PurePath, layout: Layout) -> CommittedStep:
 
 
 def _log_resuming(step: CommittedStep, skipped: Sequence[str]) -> None:
-    reasons = "; ".join(each.partition("\n")[0] for each in skipped)
+    reasons = "; ".join(reason.partition("\n")[0] for reason in skipped)
     _log.log(
         logging.WARNING if skipped else logging.INFO,
         "resuming step %d from %s%s",

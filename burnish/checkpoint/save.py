@@ -175,7 +175,7 @@ class BlockWriter:
                 spans = self._filled(self.plan.share.spans[number], moves, self._memory[number % 2])
                 begun.append(writing.submit(self._write_spans, spans, files, syncs))
             with agree(self._layout), naming_failures(what):
-                hashes = [each for one in begun for each in one.result()]
+                hashes = [run for written in begun for run in written.result()]
         return gather_objects((hashes, self._is_finite), self._layout)
 
     def _write_spans(
@@ -187,12 +187,14 @@ class BlockWriter:
         hashes: BlockHashes = []
         for span, pieces in spans:
             file = files[self.plan.outline.files[span.file].path]
-            block_bytes, at = self.plan.outline.block_bytes, span.start
-            hashes.append((span.file, at // block_bytes, list(block_hashes(pieces, block_bytes))))
+            block_bytes = self.plan.outline.block_bytes
+            first_block = span.start // block_bytes
+            hashes.append((span.file, first_block, list(block_hashes(pieces, block_bytes))))
+            offset = span.start
             for piece in pieces:
-                file.pwrite(piece, at)
-                at += len(piece)
-            self._unsynced[span.file] += at - span.start
+                file.pwrite(piece, offset)
+                offset += len(piece)
+            self._unsynced[span.file] += offset - span.start
             if self._unsynced[span.file] >= _SYNC_BYTES or span is self._last[span.file]:
                 self._unsynced[span.file] = 0
                 syncs.begin(file.sync)
@@ -202,7 +204,8 @@ class BlockWriter:
         self, share: Sequence[Span], moves: Group, memory: Tensor
     ) -> list[tuple[Span, list[memoryview]]]:
         """Return each span's pieces: views of large tensors, else of `memory`."""
-        spans, start = list[Tensor](), 0
+        spans = list[Tensor]()
+        start = 0
         for span in share:
             spans.append(memory[start : start + span.stop - span.start])
             start += aligned(span.stop - span.start)
@@ -231,7 +234,8 @@ class BlockWriter:
 
         with torch.no_grad():
             for move in moves.own:
-                elements, target = elements_of(move), into(move)
+                elements = elements_of(move)
+                target = into(move)
                 if self._shards[move.have].convert is copy and _is_direct(elements, target):
                     slot = self.plan.share.places[move.want].slot
                     direct[slot][target.data_ptr() - spans[slot].data_ptr()] = elements
@@ -241,8 +245,8 @@ class BlockWriter:
                 self._exchange.run(wave, read, lambda move, got: copy(got, into(move)))
             self._is_finite &= _are_finite(checked)
         return [
-            (span, list(_pieces(there, parts)))
-            for span, there, parts in zip(share, spans, direct, strict=True)
+            (span, list(_pieces(assembled, parts)))
+            for span, assembled, parts in zip(share, spans, direct, strict=True)
         ]
 
 
@@ -258,14 +262,14 @@ def _is_direct(elements: Tensor, target: Tensor) -> bool:
 
 
 def _pieces(memory: Tensor, parts: Mapping[int, Tensor]) -> Iterator[memoryview]:
-    at = 0
+    offset = 0
     for start, part in sorted(parts.items()):
-        if at < start:
-            yield bytes_of(memory[at:start])
+        if offset < start:
+            yield bytes_of(memory[offset:start])
         yield bytes_of(part)
-        at = start + part.nbytes
-    if at < len(memory):
-        yield bytes_of(memory[at:])
+        offset = start + part.nbytes
+    if offset < len(memory):
+        yield bytes_of(memory[offset:])
 
 
 def aligned(size: int) -> int:
@@ -309,10 +313,10 @@ class Saver:
         layout = self.layout
         with agree(layout):
             shards = list(_stored(contents))
-            pieces = PieceTable.of((each.spec, each.shard.box) for each in shards)
+            pieces = PieceTable.of((stored.spec, stored.shard.box) for stored in shards)
         device = accelerator_of(contents.shards)
-        mine = (step, uuid.uuid4().hex, contents.healthy, device, self.digest(pieces))
-        steps, uuids, are_healthy, devices, plans = zip(*gather_objects(mine, layout), strict=True)
+        own = (step, uuid.uuid4().hex, contents.healthy, device, self.digest(pieces))
+        steps, uuids, are_healthy, devices, plans = zip(*gather_objects(own, layout), strict=True)
         if len({*steps}) > 1:
             raise BurnishError(
                 "ranks are saving different steps",
@@ -321,8 +325,9 @@ class Saver:
                 do="start all ranks again, with one configuration, from one checkpoint",
             )
         plan = self.plan(pieces, contents.models, plans)
-        place, arena = meeting_place(devices, device), contents.arena or Arena(torch.device("cpu"))
-        writer = partial(BlockWriter, plan, shards, layout, place, arena)
+        exchange_device = meeting_place(devices, device)
+        arena = contents.arena or Arena(torch.device("cpu"))
+        writer = partial(BlockWriter, plan, shards, layout, exchange_device, arena)
         empty = Manifest(uuids[0], step, layout.world, {})
         contents = replace(contents, healthy=all(are_healthy))
         try:
@@ -392,7 +397,7 @@ class Saver:
         sizes |= {file.path: file.size for file in outline.files}
         self._require_room(step, sum(sizes.values()))
         parents = {parent for path in sizes for parent in (inflight / path).parents}
-        below = sorted(each for each in parents if inflight in each.parents)
+        below = sorted(parent for parent in parents if inflight in parent.parents)
         for path in (inflight, *below):
             self.storage.make_dirs(path)
         for name, size in sizes.items():
@@ -417,7 +422,7 @@ class Saver:
         do = "free some space, or set checkpoint.keep_last or checkpoint.reserve_gb lower"
         if self.retention and (steps := self.retention.waiting(self.root, self.storage)):
             mirror = self.retention.mirror
-            have += f"; not on {mirror} yet, and kept for it: {few([str(each) for each in steps])}"
+            have += f"; not on {mirror} yet, and kept for it: {few([str(step) for step in steps])}"
             do = f"see that {mirror} can be reached, so that these steps can go; or free some space"
         raise BurnishError(
             f"the disk has no room for step {step}",
@@ -455,12 +460,14 @@ def _stored(contents: Contents) -> Iterator[StoredShard]:
     for role, model in contents.models.items():
         prefix = prefix_of(role)
         for shard in model.weights:
-            (name, shape, _), dtype = shard.spec, shard.tensor.dtype
-            key, rest = f"{prefix}{MODEL}/{name}", f"{prefix}{RESIDUAL}/{name}"
+            name, shape, _ = shard.spec
+            dtype = shard.tensor.dtype
+            key = f"{prefix}{MODEL}/{name}"
             if contents.split and dtype == torch.float32 and name not in model.whole:
                 spec = TensorSpec(key, shape, torch.bfloat16)
                 yield StoredShard(shard, spec, rounded, contents.check_finite)
-                yield StoredShard(shard, TensorSpec(rest, shape, torch.int16), residual)
+                rest = TensorSpec(f"{prefix}{RESIDUAL}/{name}", shape, torch.int16)
+                yield StoredShard(shard, rest, residual)
             else:
                 spec = TensorSpec(key, shape, dtype)
                 yield StoredShard(shard, spec, checked=contents.check_finite)
@@ -511,12 +518,13 @@ def check_new(root: Path, step: int, storage: LocalStorage) -> None:
 
 def _all_hashes(outline: Outline, hashes: Iterable[BlockHashes]) -> list[list[str]]:
     """Return the hashes of every file. Raises `BurnishError` unless every block has exactly one."""
-    found = [[""] * outline.blocks_in(file) for file in outline.files]
-    wanted, written = sum(map(len, found)), 0
+    by_file = [[""] * outline.blocks_in(file) for file in outline.files]
+    wanted = sum(map(len, by_file))
+    written = 0
     for file, first, digests in chain.from_iterable(hashes):
-        found[file][first : first + len(digests)] = digests
+        by_file[file][first : first + len(digests)] = digests
         written += len(digests)
-    missing = sum(each.count("") for each in found)
+    missing = sum(file_hashes.count("") for file_hashes in by_file)
     if written != wanted or missing:
         raise BurnishError(
             "ranks wrote other blocks than were planned",
@@ -524,7 +532,7 @@ def _all_hashes(outline: Outline, hashes: Iterable[BlockHashes]) -> list[list[st
             want=f"{wanted} blocks, each by one rank",
             do="see that all ranks run the same version; if they do, this is a bug in Burnish",
         )
-    return found
+    return by_file
 
 
 def _records(
@@ -538,7 +546,8 @@ def _records(
 
 
 def _check_manifest(manifest: Manifest) -> None:
-    size, files = manifest.encoded_bytes(), len(manifest.files)
+    size = manifest.encoded_bytes()
+    files = len(manifest.files)
     if size > MANIFEST_LIMIT or files > MAX_FILES:
         raise BurnishError(
             f"step {manifest.step} is too large for one manifest, which could not be read again",

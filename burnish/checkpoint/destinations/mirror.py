@@ -135,7 +135,8 @@ def serve(pipe: int, parent: int) -> None:
                 connection.recv()
             except EOFError:
                 return
-            steps, failure = list[int](), None
+            steps = list[int]()
+            failure: BurnishError | None = None
             try:
                 steps = sync.run(connection.send)
             except Exception as error:  # noqa: BLE001 - sent to the training process, which goes on
@@ -151,8 +152,11 @@ class Sync:
     def __init__(self, mirror: Mirror) -> None:
         self._mirror = mirror
         self._steps = mirror.steps()
-        # Bytes to move, as each is sent and read back; those moved; and those of the last report.
-        self._total = self._moved_bytes = self._reported = 0
+        # Bytes to move: each is sent and read back.
+        self._total = 0
+        self._moved_bytes = 0
+        # Moved bytes at the last report.
+        self._reported = 0
         self._lock = threading.Lock()
         self._failed: CorruptError | None = None
         self._local: dict[int, Commit] = {}
@@ -169,8 +173,10 @@ class Sync:
         Return the steps sent. `tell` gets the progress as fractions of 1. A damaged or removed step delays no other. Raises
         `BurnishError`; for damage, at the end.
         """
-        self._tell, self._failed = tell, None
-        self._moved_bytes = self._reported = 0
+        self._tell = tell
+        self._failed = None
+        self._moved_bytes = 0
+        self._reported = 0
         self._mirror.check()
         self._compare()
         missing = sorted(self._local.keys() - self._settled().keys(), reverse=True)
@@ -198,6 +204,7 @@ class Sync:
         self._steps.refresh()
         paths = step_paths(self._steps.root, self._steps)
         self._local = _commits(step_paths(self._mirror.root, LOCAL), LOCAL)
+        # A step that is only there was read before, and nobody else writes there. Local steps' copies are read anew.
         known = {s: c for s, c in self._remote.items() if s in paths and s not in self._local}
         self._remote = known | _commits(_without(paths, known), self._steps)
         retention = self._mirror.retention
@@ -207,7 +214,7 @@ class Sync:
         facts += retention.facts(map(self._path, self._local), LOCAL)
         others = _without(paths, self._local.keys() | known)
         facts += retention.facts(others.values(), self._steps)
-        self._facts = {each.step: each for each in completed(facts)}
+        self._facts = {step_facts.step: step_facts for step_facts in completed(facts)}
         try:
             self._pins = read_pins(self._mirror.root, LOCAL)
         except CorruptError as error:
@@ -229,9 +236,9 @@ class Sync:
         }
 
     def _note_mirrored(self) -> None:
-        root, url = self._mirror.root, str(self._mirror.remote)
+        root = self._mirror.root
         with naming_failures(f"{root} cannot be written"):
-            write_mirrored(root, url, self._settled(), LOCAL)
+            write_mirrored(root, str(self._mirror.remote), self._settled(), LOCAL)
 
     def _apply_retention(self) -> None:
         """Remove dropped and unfinished steps."""
@@ -281,8 +288,8 @@ class Sync:
                 for name in step.manifest.files
             ]
             try:
-                for each in sending:
-                    each.result()
+                for file in sending:
+                    file.result()
             except BaseException:
                 pool.shutdown(cancel_futures=True)
                 raise
@@ -332,14 +339,17 @@ class Sync:
 
     def _send_outputs(self) -> None:
         """Copy changed small files, and those in `KEPT`; remove files that were thinned here."""
-        directory, remote = self._mirror.directory, self._mirror.remote
+        directory = self._mirror.directory
+        remote = self._mirror.remote
         if not self._is_listed:
-            found = (file for kept in KEPT for file in remote.files(kept))
-            self._outputs |= {file.name: (file.size, _THERE_BEFORE) for file in found}
+            files = (file for folder in KEPT for file in remote.files(folder))
+            self._outputs |= {file.name: (file.size, _THERE_BEFORE) for file in files}
             self._is_listed = True
-        kept = [path for each in KEPT for path in sorted((directory / each).rglob("[!.]*"))]
+        paths = [directory / name for name in _CHANGING]
+        for folder in KEPT:
+            paths += sorted((directory / folder).rglob("[!.]*"))
         here = set[str]()
-        for path in [*(directory / name for name in _CHANGING), *kept]:
+        for path in paths:
             name = path.relative_to(directory).as_posix()
             with naming_failures(f"{path} cannot be read"), suppress(FileNotFoundError):
                 if path.is_dir():
@@ -350,8 +360,8 @@ class Sync:
                 if self._outputs.get(name) not in (mark, (state.st_size, _THERE_BEFORE)):
                     _put_copy(remote, name, path)
                 self._outputs[name] = mark
-        for each in _THINNED:
-            there = {name for name in self._outputs if name.startswith(f"{each}/")}
+        for folder in _THINNED:
+            there = {name for name in self._outputs if name.startswith(f"{folder}/")}
             if there & here:  # without any file here, the directory was lost and not thinned
                 for name in sorted(there - here):
                     self._mirror.check()
@@ -369,13 +379,13 @@ def _altered(remote: Remote, name: str) -> BurnishError:
 
 
 def _commits(paths: Mapping[int, PurePath], source: Source) -> dict[int, Commit]:
-    found = {}
+    commits = {}
     for step, path in paths.items():
         try:
-            found[step] = read_commit(path, source)
+            commits[step] = read_commit(path, source)
         except (CorruptError, IncompatibleError) as error:
             _log.warning("a step is not mirrored, because it cannot be read: %s", error)
-    return found
+    return commits
 
 
 def _without(paths: Mapping[int, P], steps: Container[int]) -> dict[int, P]:

@@ -63,15 +63,15 @@ class RemoteSteps:
         name = self.name_of(path)
         sizes = self._sizes(name)
         prefix = f"{name}/" if name else ""
-        found: dict[str, Entry] = {}
-        for each, size in sizes.items():
-            if each.startswith(prefix):
-                head, inside, _ = each.removeprefix(prefix).partition("/")
-                if not inside:
-                    found[head] = Entry(head, "file", size)
+        entries: dict[str, Entry] = {}
+        for file, size in sizes.items():
+            if file.startswith(prefix):
+                head, slash, _ = file.removeprefix(prefix).partition("/")
+                if not slash:
+                    entries[head] = Entry(head, "file", size)
                 elif name or f"{head}/{COMMIT}" in sizes:
-                    found[head] = Entry(head, "directory", 0)
-        return [found[head] for head in sorted(found)]
+                    entries[head] = Entry(head, "directory", 0)
+        return [entries[head] for head in sorted(entries)]
 
     def kind(self, path: PurePath) -> Kind | None:
         """Return the kind of a path; None for a step without COMMIT."""
@@ -80,7 +80,7 @@ class RemoteSteps:
         if name in sizes:
             return "file"
         is_sealed = f"{name.partition('/')[0]}/{COMMIT}" in sizes
-        is_there = any(each.startswith(f"{name}/") for each in sizes)
+        is_there = any(file.startswith(f"{name}/") for file in sizes)
         return "directory" if is_sealed and is_there else None
 
     def open(self, path: PurePath) -> _RemoteReader:
@@ -187,7 +187,8 @@ class _RemoteReader(Closing):
                 if len(data) < len(part):
                     raise EOFError(f"the file ends {len(part) - len(data)} bytes too early")
                 part[:] = data
-            left, offset = left[len(part) :], offset + len(part)
+            left = left[len(part) :]
+            offset += len(part)
 
     def close(self) -> None:
         """Do nothing."""

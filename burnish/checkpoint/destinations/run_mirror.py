@@ -41,7 +41,10 @@ from burnish.files.strict_json import parse_object
 from burnish.tracking.logs import rotated
 from burnish.tracking.rundir import CHECKPOINTS, RUN, START, TRAINER, RunDirectory, write_atomically
 
-_CONFIG_LIMIT, _METRICS_LIMIT, _FILE_LIMIT = 16 << 20, 4 << 30, 4 << 30
+# Most bytes of files that are read from the mirror.
+_CONFIG_LIMIT = 16 << 20
+_METRICS_LIMIT = 4 << 30
+_FILE_LIMIT = 4 << 30
 _FILES_AT_ONCE = 8
 _PROCESS = "burnish.checkpoint.destinations.mirror"
 # Seconds between two looks at the mirror at the end of a run.
@@ -67,8 +70,8 @@ def open_mirror(
 def _policy(patience: float) -> RetryPolicy:
     """Return how long a run waits for its mirror; the process that copies may wait longer."""
     most = RetryPolicy()
-    seconds, silence = min(most.seconds, patience), min(most.silence, max(1.0, patience))
-    return replace(most, seconds=seconds, silence=silence)
+    silence = min(most.silence, max(1.0, patience))
+    return replace(most, seconds=min(most.seconds, patience), silence=silence)
 
 
 class RunMirror:
@@ -89,7 +92,8 @@ class RunMirror:
         self._part = 0.0
         self._error: BurnishError | None = None
         self._process: Companion | None = None
-        self._busy = self._again = False
+        self._busy = False
+        self._again = False
 
     def paths(self) -> Mapping[int, PurePath]:
         """Return the steps with a COMMIT."""
@@ -190,10 +194,10 @@ class RunMirror:
 
     def require_own(self, directory: RunDirectory, run: RunIdentity) -> dict[str, str]:
         """See `Destination`. Raises `IncompatibleError` for another run's mirror, `UsageError` for steps that `resume` forbids."""
-        mine = directory.read_environment().get(RUN)
+        local_run = directory.read_environment().get(RUN)
         names = [path.name for path in step_paths(self.root, self.source).values()]
-        theirs = self._identity()
-        if theirs is None:
+        identity = self._identity()
+        if identity is None:
             if not names:
                 return {START: self._mirror.start}
             raise IncompatibleError(
@@ -202,20 +206,21 @@ class RunMirror:
                 want="an empty directory, or the mirror of this run",
                 do="give this run a name of its own with name=NAME, or another mirror",
             )
-        if names or theirs.get(RUN) != mine:
-            run.require_trainer(self.url, theirs.get(TRAINER))
+        mirror_run = identity.get(RUN)
+        if names or mirror_run != local_run:
+            run.require_trainer(self.url, identity.get(TRAINER))
             config = self.root.parent / directory.config.name
             text = self._mirror.remote.read(config.name, _CONFIG_LIMIT)
             run.require_same(self.root.parent, recorded(config, text))
-        if directory.config.exists() and theirs.get(RUN) != mine:
+        if directory.config.exists() and mirror_run != local_run:
             raise IncompatibleError(
                 f"{self.url} is the mirror of another run than {directory.root} is",
-                have=f"run {theirs.get(RUN)}",
-                want=f"run {mine or 'without a mirror'}",
+                have=f"run {mirror_run}",
+                want=f"run {local_run or 'without a mirror'}",
                 do=f"set name=NAME to mirror this run beside it, or move {directory.root} away to continue that one",
             )
         run.require_may_resume(self.root.parent, names)
-        return {RUN: str(theirs.get(RUN)), START: self._mirror.start}
+        return {RUN: str(mirror_run), START: self._mirror.start}
 
     def _identity(self) -> dict[str, object] | None:
         try:
@@ -248,11 +253,12 @@ class RunMirror:
             except MissingError:
                 continue
         with ThreadPoolExecutor(_FILES_AT_ONCE) as pool:
-            files = [file for kept in KEPT for file in self._mirror.remote.files(kept)]
+            files = [file for folder in KEPT for file in self._mirror.remote.files(folder)]
             list(pool.map(partial(self._bring_file, directory.root), files))
 
     def _bring_file(self, root: Path, file: RemoteFile) -> None:
-        path, is_log = root / file.name, file.name.startswith("logs/")
+        path = root / file.name
+        is_log = file.name.startswith("logs/")
         if is_log:  # this start has a log already
             path = path.with_name(rotated(path.name))
         if not path.exists() or (path.stat().st_size != file.size and not is_log):
