@@ -8,7 +8,7 @@ VLLM := .venv-vllm
 RAY := .venv-ray
 OLDEST := .venv-oldest
 
-.PHONY: demo test nightly lint docs contract faults bench clean
+.PHONY: demo test nightly nightly-oldest lint docs contract faults bench clean
 
 demo: $(STAMP)
 	$(BIN)/python examples/demo/demo.py
@@ -27,12 +27,27 @@ VERSIONS := $(addprefix tests/,config/test_keys.py data/test_sources.py data/tes
 	models/test_attention.py models/test_loading.py engines/test_torch_engine.py engines/megatron/test_layers.py \
 	train/test_training.py tracking check/test_machine.py)
 
-# What is slow and far from training, and more examples of what Hypothesis draws. Run it before an issue ends.
-nightly: $(STAMP) $(SERVICES)/.installed $(VLLM)/.installed $(RAY)/.installed $(OLDEST)/.installed
-	$(PYTEST) -m '(nightly or hypothesis) and not contract' $(WORKERS)
-	$(subst $(VENV),$(SERVICES),$(PYTEST)) -m nightly tests/tracking/test_services.py tests/tracking/test_otlp.py
-	$(subst $(VENV),$(VLLM),$(PYTEST)) -m nightly tests/rollout/test_vllm.py tests/train/test_served_vllm.py tests/gpu/test_vllm.py
-	$(subst $(VENV),$(RAY),$(PYTEST)) -m nightly tests/launch/test_ray.py
+# What is slow and far from training, and more examples of what Hypothesis draws. Run it before an issue ends, and while you work the
+# parts that your change touches: `make nightly-PART`. tests/support/parts.py says which files each has.
+PARTS := units commands models listed engines megatron layouts rollout runs served checkpoints kills gpu trackers vllm ray
+NIGHTLY := $(addprefix nightly-,$(PARTS))
+PART = files=$$($(BIN)/python tests/support/parts.py $*) && $(subst $(VENV),$(ENVIRONMENT),$(PYTEST)) $$files
+ENVIRONMENT := $(VENV)
+
+nightly: $(NIGHTLY) nightly-oldest
+
+$(NIGHTLY): nightly-%: $(STAMP)
+	$(PART) -m '(nightly or hypothesis) and not contract' $(WORKERS)
+
+nightly-trackers nightly-vllm nightly-ray: WORKERS :=
+nightly-trackers: ENVIRONMENT := $(SERVICES)
+nightly-trackers: $(SERVICES)/.installed
+nightly-vllm: ENVIRONMENT := $(VLLM)
+nightly-vllm: $(VLLM)/.installed
+nightly-ray: ENVIRONMENT := $(RAY)
+nightly-ray: $(RAY)/.installed
+
+nightly-oldest: $(OLDEST)/.installed
 	$(subst $(VENV),$(OLDEST),$(PYTEST)) $(WORKERS) $(VERSIONS)
 
 lint: $(STAMP)
@@ -46,11 +61,21 @@ docs: $(STAMP)
 	PYTHONPATH=. $(BIN)/python scripts/reference_pages.py
 	$(BIN)/zensical build --strict
 
-contract: $(STAMP)
-	$(PYTEST) -m contract
+CONTRACTS := $(addprefix contract-,units engines megatron layouts)
+
+contract: $(CONTRACTS)
+
+$(CONTRACTS): contract-%: $(STAMP)
+	$(PART) -m contract
+
+CAMPAIGNS := $(addprefix faults-,crashes power flips fuzz runs rewards generators mirror)
+FAULTS := PYTHONPATH=tests:. OMP_NUM_THREADS=1 $(BIN)/python -m support.faults.campaigns
 
 faults: $(STAMP)
-	PYTHONPATH=tests:. OMP_NUM_THREADS=1 $(BIN)/python -m support.faults.campaigns
+	$(FAULTS)
+
+$(CAMPAIGNS): faults-%: $(STAMP)
+	$(FAULTS) --only $*
 
 bench: $(STAMP)
 	$(BIN)/python -m bench
@@ -80,6 +105,8 @@ $(OLDEST)/.installed: pyproject.toml constraints/oldest.txt
 	$(PYTHON) -m venv $(@D)
 	$(@D)/bin/python -m pip install --quiet --constraint constraints/oldest.txt --editable '.[dev,math,liger]'
 	@touch $@
+
+.PHONY: $(NIGHTLY) $(CONTRACTS) $(CAMPAIGNS)
 
 clean:
 	rm -rf $(VENV) $(SERVICES) $(VLLM) $(RAY) $(OLDEST) .venv-peers .mypy_cache .ruff_cache site

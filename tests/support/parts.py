@@ -1,0 +1,61 @@
+"""For `make nightly-PART` and `make contract-PART`: which test files are of which part, so that a change can run what it touches.
+
+As a program, print the files of a part. A new folder of tests needs a place here; `tests/test_parts.py` says so.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+TESTS = Path(__file__).parents[1]
+PARTS = {
+    "units": (
+        *("algorithms", "bench", "boxes", "config", "data", "distributed", "plan", "records"),
+        *("rewards", "tracking", "translate", "view"),
+        *("test_api.py", "test_families.py", "test_functions.py", "test_house.py"),
+        *("test_parts.py", "test_redaction.py"),
+    ),
+    "commands": ("cli", "test_documents.py", "test_examples.py", "test_release.py"),
+    "models": ("models", "check"),
+    "listed": ("check/test_listed_models.py",),
+    "engines": ("engines",),
+    "megatron": ("engines/megatron", "train/test_megatron.py", "test_demo_with_megatron.py"),
+    "layouts": ("engines/megatron/test_layouts.py",),
+    "rollout": ("rollout",),
+    "runs": ("train",),
+    "served": (
+        *("rollout/test_served.py", "rollout/test_sglang.py"),
+        *("train/test_served.py", "train/test_served_sglang.py", "train/test_served_kills.py"),
+    ),
+    "checkpoints": ("checkpoint", "files"),
+    "kills": ("faults", "launch"),
+    "gpu": ("gpu",),
+    "trackers": ("tracking/test_otlp.py", "tracking/test_services.py"),
+    "vllm": ("rollout/test_vllm.py", "train/test_served_vllm.py", "gpu/test_vllm.py"),
+    "ray": ("launch/test_ray.py",),
+}
+"""By name, files and folders below tests/. What is named itself is not of the part of its folder."""
+
+
+def part_of(file: str) -> str:
+    """The part of a file below tests/. Raises `LookupError` where no part names it or a folder that it is in."""
+    owners = {path: part for part, paths in PARTS.items() for path in paths}
+    for path in (file, *map(str, Path(file).parents)):
+        if path in owners:
+            return owners[path]
+    raise LookupError(
+        f"tests/{file} is of no part; name it or its folder in tests/support/parts.py"
+    )
+
+
+def files_with_tests() -> list[str]:
+    """All that pytest collects, below tests/."""
+    return sorted(str(path.relative_to(TESTS)) for path in TESTS.rglob("test_*.py"))
+
+
+if __name__ == "__main__":
+    chosen = [f"tests/{file}" for file in files_with_tests() if part_of(file) == sys.argv[1]]
+    if not chosen:
+        sys.exit(f"no part has the name {sys.argv[1]}; there are: {' '.join(PARTS)}")
+    print(*chosen)
