@@ -28,6 +28,8 @@ from burnish.records import Request
 from burnish.rollout.base import Sampling
 from burnish.rollout.sglang.sglang_generator import SglangGenerator
 
+pytestmark = pytest.mark.nightly
+
 FAKE = Path(__file__).parents[1] / "support/services/fake_sglang"
 CPU = torch.device("cpu")
 SAMPLINGS = [
@@ -63,7 +65,6 @@ def loaded(
     return generator
 
 
-@pytest.mark.nightly
 class TestContract(GeneratorContract):
     @pytest.fixture(autouse=True)
     def _made(self, made: list[SglangGenerator]) -> None:
@@ -82,9 +83,7 @@ class TestContract(GeneratorContract):
         assert found == [(s.spec.name, s.checksum()) for s in model_shards(model)]
 
 
-@pytest.mark.parametrize(
-    "family", ["qwen3", *(pytest.param(name, marks=pytest.mark.nightly) for name in MIXTURES)]
-)
+@pytest.mark.parametrize("family", ["qwen3", *MIXTURES])
 def test_the_built_in_generator_samples_the_same_before_and_after_new_weights(
     made: list[SglangGenerator], family: str
 ) -> None:
