@@ -15,6 +15,7 @@ from typing import TypeVar
 
 import pytest
 from hypothesis import HealthCheck, settings
+from support.nightly import BY_NIGHT
 from support.ranks import fork_server
 from support.services.gcs import GcsServer, running_gcs
 from support.services.hdfs import HdfsServer, running_hdfs
@@ -28,7 +29,7 @@ os.environ.setdefault(
 
 # How long an example takes says only what else the machine does.
 UNTIMED = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.register_profile("night", UNTIMED, max_examples=100)
+settings.register_profile("night", UNTIMED, max_examples=BY_NIGHT)
 settings.register_profile("day", UNTIMED, max_examples=30)
 settings.load_profile("day")
 MEMORY = Path("/dev/shm")

@@ -160,29 +160,13 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {kind: save_tiny(root / kind, kind, torch.bfloat16) for kind in ("llama", "qwen2")}
 
 
-CASES = {
-    "kind": st.sampled_from(["llama", "qwen2"]),
-    "edits": st.lists(st.sampled_from(EDITS), min_size=1, max_size=3),
-    "data": st.data(),
-}
-
-
-@draws(30)
-@given(**CASES)
+@draws(500, day=9)
+@given(
+    kind=st.sampled_from(["llama", "qwen2"]),
+    edits=st.lists(st.sampled_from(EDITS), min_size=1, max_size=3),
+    data=st.data(),
+)
 def test_nothing_is_left_out_in_silence(
-    tmp_path_factory: pytest.TempPathFactory,
-    models: dict[str, Path],
-    kind: str,
-    edits: list[Edit],
-    data: st.DataObject,
-) -> None:
-    edit_and_load(models[kind], tmp_path_factory.mktemp("edited"), edits, data.draw)
-
-
-@pytest.mark.nightly
-@draws(500)
-@given(**CASES)
-def test_nothing_is_left_out_in_silence_in_many_examples(
     tmp_path_factory: pytest.TempPathFactory,
     models: dict[str, Path],
     kind: str,

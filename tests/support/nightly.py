@@ -8,15 +8,20 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
+BY_NIGHT = 100
+"""Examples of a test that asks for no number, by night."""
+
 
 def by_day(cases: Iterable[Any], kept: Container[Any]) -> list[Any]:
     """The cases as parameters of a test: those in `kept` by day, the others by night. Tuples are several parameters."""
     return [case if case in kept else _by_night(case) for case in cases]
 
 
-def draws(count: int, **others: Any) -> settings:
-    """So many examples by night, and as large a part of them by day as of any test."""
-    return settings(max_examples=max(1, count * settings().max_examples // 100), **others)
+def draws(count: int, *, day: int | None = None, **others: Any) -> settings:
+    """So many examples by night; by day so many, or as large a part as of any test."""
+    share = settings().max_examples
+    chosen = day if day and share < BY_NIGHT else max(1, count * share // BY_NIGHT)
+    return settings(max_examples=chosen, **others)
 
 
 def _by_night(case: Any) -> Any:
