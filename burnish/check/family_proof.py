@@ -19,8 +19,9 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from burnish.algorithms.aggregation import aggregation
 from burnish.check.comparison import (
+    COLUMNS,
+    TOLERANCE,
     BatchOutcome,
     Material,
     RandomWeights,
@@ -32,6 +33,7 @@ from burnish.check.comparison import (
     recording,
     require_equal,
     step_of_engine,
+    weighted_output,
 )
 from burnish.check.generation import (
     drawn,
@@ -43,7 +45,7 @@ from burnish.check.plain_model import Difference, difference
 from burnish.check.precision import of_rounding, require_attention
 from burnish.check.proof import GREEDY, PLAIN
 from burnish.check.small_model import shrunk
-from burnish.config.schema import EngineConfig, LoraConfig, OptimConfig
+from burnish.config.schema import EngineConfig, LoraConfig
 from burnish.distributed.environment import RankPlace
 from burnish.distributed.layout import Layout
 from burnish.distributed.processes import process_group
@@ -52,21 +54,17 @@ from burnish.engines.factory import make_engine
 from burnish.errors import IncompatibleError, refusing
 from burnish.models.kernels.mixers import has_mixers
 from burnish.models.meta_init import build_on_meta, longest_sequence, plain_model
-from burnish.records import Example, MicroBatch, Request, TokenIds, TokenOutputs
+from burnish.records import Example, Request, TokenIds
 from burnish.rollout.base import Sampling
-from burnish.tracking.stats import Stats
 
-# The small model's vocabulary; tokens of a prompt, of the longest sequence, of a micro-batch; the seed of weights and tokens.
+# The small model's vocabulary; tokens of a prompt, of the longest sequence, of a micro-batch; the seed of tokens.
 _VOCABULARY, _PROMPT, _LONGEST, _BUDGET, _SEED = 64, 20, 300, 310, 5
 # The longest sequence of layers with state, whose plain code takes time with its square.
 _LONGEST_OF_STATES = 140
 # A long prompt whose completion passes a multiple of 128 positions.
 _MIDDLE = 118
-_TEMPERATURE, _TOLERANCE = 0.8, 1e-4
 _ADAPTED = " with an adapter of model.lora.targets"
 _BEHIND = "the output layer, or the backward pass"
-# The share of entropies in the loss, so that their gradients count.
-_OF_ENTROPY = 0.3
 # Most parameters of a model that counts as small.
 _MOST_PARAMETERS = 50_000_000
 Modules = Mapping[str, Mapping[str, Tensor]]
@@ -87,7 +85,8 @@ def prove_family(
     """
     kept = engine.activation_checkpointing
     with _computing(hf_config.get_text_config().model_type, lora):
-        given = _material(hf_config, EngineConfig(activation_checkpointing=kept), lora)
+        settings = EngineConfig(activation_checkpointing=kept).model_copy(update=PLAIN)
+        given = small_material(hf_config, settings, lora)
         wanted = plain_step(given)
         differences = _of_packing(given, wanted, device)
         if samplings:
@@ -107,14 +106,30 @@ def prove_step(
     device: torch.device,
 ) -> float:
     """Prove one step at the layout of `engine`, in its groups. Return the largest difference. Collective. Raises as `prove_family` does."""
-    layout = engine.layout
-    with _computing(hf_config.get_text_config().model_type, lora):
-        given = _material(hf_config, config, lora)
-        small = _small_engine(given, layout, device, beside=engine)
-        differences = compared(small, given)
-        small.close()
-    require_equal(differences, layout, _TOLERANCE)
+    settings = config.model_copy(update=PLAIN)
+    differences = compare_layout(hf_config, settings, lora, engine.layout, device, beside=engine)
+    require_equal(differences, engine.layout)
     return max(each.error for each in differences)
+
+
+def compare_layout(
+    hf_config: PretrainedConfig,
+    config: EngineConfig,
+    lora: LoraConfig | None,
+    layout: Layout,
+    device: torch.device,
+    beside: Engine | None = None,
+) -> list[Difference]:
+    """Compare a step of a small model at a layout, in fp32, with plain transformers. Collective.
+
+    `beside` is an engine at this layout whose groups are used. Raises `IncompatibleError` if the model cannot be computed.
+    """
+    with _computing(hf_config.get_text_config().model_type, lora):
+        given = small_material(hf_config, config, lora)
+        engine = _small_engine(given, layout, device, beside)
+        differences = compared(engine, given)
+        engine.close()
+    return differences
 
 
 def _computing(kind: str, lora: LoraConfig | None) -> AbstractContextManager[None]:
@@ -133,11 +148,10 @@ def _remedy(lora: LoraConfig | None) -> str:
     return other if lora is None else f"{layers}, or {other}"
 
 
-def _material(
+def small_material(
     hf_config: PretrainedConfig, engine: EngineConfig, lora: LoraConfig | None
 ) -> Material:
     """Return a small model with sequences. Raises `IncompatibleError` if it is not small."""
-    engine = engine.model_copy(update=PLAIN)
     with torch.device("meta"):
         model = build_on_meta(hf_config)  # raises its own error if the model cannot be built
         config = shrunk(hf_config, engine, _VOCABULARY)
@@ -154,42 +168,37 @@ def _material(
         most = 0.25 * (math.sqrt(lora.rank) if lora.rslora else lora.rank)
         lora = lora.model_copy(update={"alpha": min(lora.alpha, most)})
     examples = _examples(config, _LONGEST_OF_STATES if has_mixers(model) else _LONGEST)
-    return Material(
-        config, examples, _mean_output, engine, OptimConfig(), lora, _SEED, _TEMPERATURE
-    )
+    return Material(config, examples, engine, lora)
 
 
 def _examples(hf_config: PretrainedConfig, longest: int) -> list[Example]:
     """Return samples of one prompt, one beginning another, and unrelated sequences, the last of `longest` tokens."""
-    rng, text = np.random.default_rng(_SEED), hf_config.get_text_config()
+    rng = np.random.default_rng(_SEED)
+    text = hf_config.get_text_config()
     most = min(longest_sequence(hf_config) or longest, longest)
 
     def draw(count: int) -> TokenIds:
         return rng.integers(0, text.vocab_size, count)
 
-    prompt, sample = draw(_PROMPT), draw(24)
-    samples = [np.concatenate([prompt, each]) for each in (draw(9), sample, sample[:5])]
+    prompt = draw(_PROMPT)
+    sample = draw(24)
+    samples = [np.concatenate([prompt, completion]) for completion in (draw(9), sample, sample[:5])]
     alone = [draw(count) for count in (2, 37, 5, 18, longest)]
     firsts = [_PROMPT] * len(samples) + [1] * len(alone)
-    cut = [
-        (ids[:most], min(first, most - 1))
-        for ids, first in zip(samples + alone, firsts, strict=True)
-    ]
-    return [Example(ids, np.arange(len(ids)) >= first) for ids, first in cut]
-
-
-def _mean_output(outputs: TokenOutputs, micro: MicroBatch) -> tuple[Tensor, Stats]:
-    said = outputs.values
-    if not len(said):
-        said = outputs.logprobs + _OF_ENTROPY * outputs.entropy
-    return aggregation("token_mean", micro, 1)(-said.float()), Stats()
+    examples = []
+    for token_ids, first in zip(samples + alone, firsts, strict=True):
+        token_ids = token_ids[:most]
+        mask = np.arange(len(token_ids)) >= min(first, most - 1)
+        drawn = rng.normal(size=(len(COLUMNS), len(mask))).astype(np.float32) * mask
+        examples.append(Example(token_ids, mask, **dict(zip(COLUMNS, drawn, strict=True))))
+    return examples
 
 
 def _of_packing(given: Material, wanted: BatchOutcome, device: torch.device) -> list[Difference]:
     found = _step(given, device)
     wanted = wanted if found.weights else replace(wanted, weights={})
     differences = compare(found, wanted, given)
-    wrong = [each for each in differences if not each.error <= _TOLERANCE]
+    wrong = [each for each in differences if not each.error <= TOLERANCE]
     if wrong:
         modules = found.modules or packed_step(given, _BUDGET, device).modules
         first = _first_module(modules, wanted.modules) or _BEHIND
@@ -210,10 +219,10 @@ def _step(given: Material, device: torch.device) -> BatchOutcome:
         # OPT's layers return views. The comparison shows whether that matters.
         warnings.filterwarnings("ignore", "FSDP2-wrapped module", UserWarning)
         engine = _small_engine(given, layout, device)
-        weights = RandomWeights(given.seed)
+        weights = RandomWeights()
         engine.load(weights, Part.FROZEN)
         engine.load(weights, Part.WEIGHTS)
-        outcome = step_of_engine(engine, given.batch(layout, _BUDGET), given.loss, given.optim)
+        outcome = step_of_engine(engine, given.batch(layout, _BUDGET), weighted_output, given.optim)
         engine.close()
         return outcome
 
@@ -245,7 +254,7 @@ def _of_generation(
             logits = logits_of(model, prompt, completion)
             of_this = of_completion(logits, completion, sampling, key, sample)
             for found in of_this:
-                if not found.error <= _TOLERANCE:
+                if not found.error <= TOLERANCE:
                     first = _first_module(*_decoded(given, device, prompt))
                     raise _refusal(
                         given,
@@ -295,7 +304,7 @@ def _refusal(given: Material, wrong: Difference, module: str, how: str) -> Incom
     return IncompatibleError(
         f"models of type {kind}{adapted} are computed wrongly when they are {how}: the first to differ is {module}",
         have=f"{wrong.what}: a relative difference of {wrong.error:.1e}",
-        want=f"what transformers computes of each sequence alone, to {_TOLERANCE:.0e} in fp32",
+        want=f"what transformers computes of each sequence alone, to {TOLERANCE:.0e} in fp32",
         do=do,
     )
 
@@ -320,7 +329,7 @@ def _first_module(found: Modules, wanted: Modules) -> str | None:
             each.is_floating_point()
             and key in mine
             and mine[key].shape == each.shape
-            and not difference(name, mine[key], each).error <= _TOLERANCE
+            and not difference(name, mine[key], each).error <= TOLERANCE
             for key, each in right.items()
         ):
             return name

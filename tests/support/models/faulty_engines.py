@@ -127,6 +127,14 @@ class MegatronOffByOne(MegatronEngine):
         return super().forward_backward(moved(batch), loss)
 
 
+class ShiftedColumn(TorchEngine):
+    """Trains each token with the advantage of the token before it."""
+
+    def forward_backward(self, batch: Batch, loss: LossFn) -> Stats:
+        micros = [replace(m, advantages=m.given("advantages").roll(1)) for m in batch.microbatches]
+        return super().forward_backward(replace(batch, microbatches=tuple(micros)), loss)
+
+
 class AtOne(TorchEngine):
     """Computes at temperature 1, whatever it is told."""
 
@@ -187,6 +195,7 @@ ENGINES = {
         Averaging,
         ScaledLoss,
         OffByOne,
+        ShiftedColumn,
         AtOne,
         Drifting,
         WrongBalance,
