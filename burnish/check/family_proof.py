@@ -51,7 +51,7 @@ from burnish.distributed.layout import Layout
 from burnish.distributed.processes import process_group
 from burnish.engines.base import Engine, Part
 from burnish.engines.factory import make_engine
-from burnish.errors import IncompatibleError, refusing
+from burnish.errors import IncompatibleError, UsageError, refusing
 from burnish.models.kernels.mixers import has_mixers
 from burnish.models.meta_init import build_on_meta, longest_sequence, plain_model
 from burnish.records import Example, Request, TokenIds
@@ -154,21 +154,30 @@ def small_material(
     """Return a small model with sequences. Raises `IncompatibleError` if it is not small."""
     with torch.device("meta"):
         model = build_on_meta(hf_config)  # raises its own error if the model cannot be built
-        config = shrunk(hf_config, engine, _VOCABULARY)
-        parameters = plain_model(config).num_parameters()
+        try:
+            config = shrunk(hf_config, engine, _VOCABULARY)
+            parameters = plain_model(config).num_parameters()
+        except UsageError as error:  # the family allows other sizes than the small model's
+            raise _unchecked(hf_config, error.have, "a small one that can be built") from error
     if parameters > _MOST_PARAMETERS:
-        raise IncompatibleError(
-            f"models of type {config.model_type} cannot be checked before they are trained",
-            have=f"a small one of {parameters:,} parameters",
-            want=f"at most {_MOST_PARAMETERS:,}",
-            do="train a model of another family, or report this with its config.json",
-        )
+        found = f"a small one of {parameters:,} parameters"
+        raise _unchecked(hf_config, found, f"at most {_MOST_PARAMETERS:,}")
     if lora is not None:
         # Larger random adapters would saturate attention and Jamba's time steps, which magnifies rounding.
         most = 0.25 * (math.sqrt(lora.rank) if lora.rslora else lora.rank)
         lora = lora.model_copy(update={"alpha": min(lora.alpha, most)})
     examples = _examples(config, _LONGEST_OF_STATES if has_mixers(model) else _LONGEST)
     return Material(config, examples, engine, lora)
+
+
+def _unchecked(hf_config: PretrainedConfig, have: object, want: str) -> IncompatibleError:
+    kind = hf_config.get_text_config().model_type
+    return IncompatibleError(
+        f"models of type {kind} cannot be checked before they are trained",
+        have=have,
+        want=want,
+        do="train a model of another family, or report this with its config.json",
+    )
 
 
 def _examples(hf_config: PretrainedConfig, longest: int) -> list[Example]:

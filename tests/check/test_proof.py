@@ -10,6 +10,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -22,7 +23,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 from transformers.models.llama import modeling_llama
 
-from burnish.check import proof, proof_key
+from burnish.check import family_proof, proof, proof_key
 from burnish.config.schema import EngineConfig, LoraConfig, OptimConfig
 from burnish.distributed.collectives import gather_objects
 from burnish.distributed.layout import Layout
@@ -530,13 +531,13 @@ def prove_ranks(
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("BURNISH_CACHE", str(cache))
         if fault:
-            patch.setattr(proof, "make_engine", faulty)
+            patch.setattr(family_proof, "make_engine", faulty)
         try:
             proof.prove_layout(made, config, engine, None, CPU)
         except BurnishError as error:
             told = str(error)
         gather_objects(None, layout)  # now the file is there
-        patch.setattr(proof, "compared", None)  # is not called again
+        patch.setattr(family_proof, "prove_step", Mock(side_effect=BurnishError("proven again")))
         try:
             proof.prove_layout(made, config, engine, None, CPU)
         except BurnishError:
