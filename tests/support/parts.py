@@ -1,6 +1,6 @@
 """For `make nightly-PART` and `make contract-PART`: which test files are of which part, so that a change can run what it touches.
 
-As a program, print the files of a part. A new folder of tests needs a place here; `tests/test_parts.py` says so.
+As a program, print the files of a part.
 """
 
 from __future__ import annotations
@@ -10,12 +10,7 @@ from pathlib import Path
 
 TESTS = Path(__file__).parents[1]
 PARTS = {
-    "units": (
-        *("algorithms", "bench", "boxes", "config", "data", "distributed", "plan", "records"),
-        *("rewards", "tracking", "translate", "view"),
-        *("test_api.py", "test_families.py", "test_functions.py", "test_house.py"),
-        *("test_parts.py", "test_redaction.py"),
-    ),
+    "units": (".",),  # what no other part names
     "commands": ("cli", "test_documents.py", "test_examples.py", "test_release.py"),
     "models": ("models", "check"),
     "listed": ("check/test_listed_models.py",),
@@ -39,14 +34,9 @@ PARTS = {
 
 
 def part_of(file: str) -> str:
-    """The part of a file below tests/. Raises `LookupError` where no part names it or a folder that it is in."""
+    """The part of a file below tests/: that which names the file, or the nearest folder around it."""
     owners = {path: part for part, paths in PARTS.items() for path in paths}
-    for path in (file, *map(str, Path(file).parents)):
-        if path in owners:
-            return owners[path]
-    raise LookupError(
-        f"tests/{file} is of no part; name it or its folder in tests/support/parts.py"
-    )
+    return next(owners[path] for path in (file, *map(str, Path(file).parents)) if path in owners)
 
 
 def files_with_tests() -> list[str]:
