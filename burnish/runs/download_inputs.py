@@ -19,8 +19,8 @@ from burnish.errors import MissingError, UsageError, of_setting
 from burnish.files.hub import HubPlace, is_elsewhere
 from burnish.files.safetensors import ADAPTER_CONFIG
 from burnish.files.urls import is_url
-from burnish.tracking.progress import Progress
 from burnish.runs.hub_revisions import beginning, hub_entries, pin
+from burnish.tracking.progress import Progress
 
 if TYPE_CHECKING:
     from burnish.files.remote_copy import Watch

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +23,11 @@ from burnish.distributed.layout import Layout
 from burnish.errors import BurnishError, UsageError, together
 from burnish.extend import GENERATORS
 from burnish.files.hub import is_elsewhere
-from burnish.rewards.pool import RewardPool
-from burnish.tracking.progress import Progress
-from burnish.tracking.trackers import load_tracker
-from burnish.methods.parts.critic import critic_foundation
 from burnish.methods.evaluation import newest_model
-from burnish.runs.download_inputs import local_inputs
+from burnish.methods.parts.critic import critic_foundation
 from burnish.methods.parts.judges import read_judge
+from burnish.rewards.pool import RewardPool
+from burnish.runs.download_inputs import local_inputs
 from burnish.runs.setup import (
     Foundation,
     TextFoundation,
@@ -40,6 +37,8 @@ from burnish.runs.setup import (
     prompt_dataset,
     train_dataset,
 )
+from burnish.tracking.progress import Progress
+from burnish.tracking.trackers import load_tracker
 
 _ROWS = 512
 """Rows of each data set that are tokenized."""

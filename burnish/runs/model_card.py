@@ -6,10 +6,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import PurePath
 from typing import Any
 
-from burnish.version import __version__
 from burnish.config.document import write_yaml
 from burnish.config.schema import DataConfig, ModelConfig
 from burnish.files.hub import HubPlace, Kind
+from burnish.version import __version__
 
 _SETTINGS: Mapping[str, Sequence[str]] = {
     "sft": ("batch.examples",),

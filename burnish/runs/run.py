@@ -18,12 +18,12 @@ from types import MappingProxyType
 
 from torch import Tensor
 
-from burnish.checkpoint.write_plan import MAIN
 from burnish.checkpoint.load import CheckpointSource
 from burnish.checkpoint.manifest import AHEAD
 from burnish.checkpoint.retention import require_measured
 from burnish.checkpoint.save import Contents
 from burnish.checkpoint.steps import CommittedStep, step_name
+from burnish.checkpoint.write_plan import MAIN
 from burnish.config.resume import digest
 from burnish.data.loader import State
 from burnish.distributed.collectives import agree, from_main, same_on_all_ranks
@@ -36,16 +36,6 @@ from burnish.records.rollout_table import RolloutTable
 from burnish.records.samples import Floats
 from burnish.rewards.overview import LostRewards
 from burnish.rollout.in_flight import SampleKey
-from burnish.tracking.progress import Bar
-from burnish.tracking.rundir import CHECKPOINTS
-from burnish.tracking.stats import Stats
-from burnish.tracking.trackers import (
-    Observers,
-    json_numbers,
-    logged_values,
-    numbers,
-    wanted_rollouts,
-)
 from burnish.runs.pending_batches import BatchQueue, DrawnBatch, ahead_files, read_ahead
 from burnish.runs.rollout_transfer import arrays_on_main, arriving, on_main
 from burnish.runs.session import Session
@@ -58,6 +48,16 @@ from burnish.runs.trainer_state import (
     counts,
     restore,
     state_json,
+)
+from burnish.tracking.progress import Bar
+from burnish.tracking.rundir import CHECKPOINTS
+from burnish.tracking.stats import Stats
+from burnish.tracking.trackers import (
+    Observers,
+    json_numbers,
+    logged_values,
+    numbers,
+    wanted_rollouts,
 )
 
 # Seconds that a run waits for its mirror after a signal to stop. The step is on the local disk already.

@@ -26,6 +26,9 @@ from burnish.distributed.device import device_name, peak_memory, reset_peak_memo
 from burnish.distributed.layout import Layout
 from burnish.errors import UsageError
 from burnish.extend import ENGINES, GENERATORS
+from burnish.runs.run_directory import require_own_directory
+from burnish.runs.signals import Stopper, catch_signals
+from burnish.runs.verify_inputs import Intact
 from burnish.tracking.progress import Progress
 from burnish.tracking.rundir import (
     RUN,
@@ -37,9 +40,6 @@ from burnish.tracking.rundir import (
 )
 from burnish.tracking.spans import Spans
 from burnish.tracking.trackers import load_tracker
-from burnish.runs.verify_inputs import Intact
-from burnish.runs.run_directory import require_own_directory
-from burnish.runs.signals import Stopper, catch_signals
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 

@@ -27,8 +27,8 @@ from burnish.errors import BurnishError, UsageError, bytes_text, count_text, tab
 from burnish.families import ModelShape
 from burnish.files.hub import is_elsewhere
 from burnish.files.safetensors import read_header, weight_files
-from burnish.runs.run_directory import committed_steps
 from burnish.runs.preflight import data_sizes, is_asked_here, model_fields
+from burnish.runs.run_directory import committed_steps
 
 _BRIEF = ("model", "engine", "layout", "train on", "validate on", "length", "writes")
 # Most seconds for counting the rows of a data set.

@@ -13,10 +13,10 @@ import xxhash
 from pydantic import ConfigDict, Field, Strict, TypeAdapter, ValidationError, with_config
 from transformers import PreTrainedTokenizerBase
 
-from burnish.checkpoint.write_plan import MAIN
 from burnish.checkpoint.load import CheckpointSource
 from burnish.checkpoint.manifest import ADAPTER_STATE, IMPORTED, STATE
 from burnish.checkpoint.steps import CommittedStep
+from burnish.checkpoint.write_plan import MAIN
 from burnish.config.schema import AlgorithmConfig, RewardFunctionConfig
 from burnish.data.tasks import ExampleDataset, Mixture, PromptDataset
 from burnish.engines.base import Engine, Part

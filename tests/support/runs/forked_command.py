@@ -10,10 +10,10 @@ from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
-from support.faults import audit
 from huggingface_hub import constants
 
 from burnish.distributed import device
+from support.faults import audit
 
 
 def run(

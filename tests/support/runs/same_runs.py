@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from support.checkpoints.states import committed
-from support.runs.training_files import metrics, weights
 
 from burnish.tracking.rollouts import read_rollouts, rollout_files
+from support.checkpoints.states import committed
+from support.runs.training_files import metrics, weights
 
 RL = ["rl", "rl.yaml", "algorithm.kl.coef=0.1", "batch.minibatches=2", "optim.lr=0.005"]
 """A run of reinforcement learning with a reference and more than one update a step; at twice the rate other sums of the same numbers end a hundred times as far apart."""

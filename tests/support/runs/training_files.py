@@ -16,16 +16,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from support.runs.forked_command import run
 from safetensors.torch import load_file
+
+from burnish.tracking.rollouts import Kind, read_rollouts, rollout_files
+from burnish.tracking.trackers import read_metrics
 from support.checkpoints.states import committed
 from support.models.tokenizers import char_tokenizer, save_char_tokenizer
 from support.ranks.fork_server import TESTS, Forked, with_given_path
 from support.ranks.ports import free_port
 from support.ranks.processes import PATIENCE_SECONDS
-
-from burnish.tracking.rollouts import Kind, read_rollouts, rollout_files
-from burnish.tracking.trackers import read_metrics
+from support.runs.forked_command import run
 
 FRESH = {
     "model_type": "qwen3",
