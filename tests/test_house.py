@@ -18,7 +18,7 @@ from support.runs.training_files import RL, done, make_files
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 ROOT = Path(__file__).parents[1]
-MOST_FUNCTIONS_OF_THE_WHOLE_CONFIGURATION = 15
+MOST_FUNCTIONS_OF_THE_WHOLE_CONFIGURATION = 16
 MOST_DOUBLED_CLASSES = 0
 MOST_DOUBLED_MODULES = 0
 MOST_LINES_OF_A_FILE = 900

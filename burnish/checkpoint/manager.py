@@ -13,9 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePath
-from typing import TYPE_CHECKING, Protocol, Self
+from typing import TYPE_CHECKING, Protocol, Self, TypeAlias
 
-from burnish.checkpoint.load import CheckpointSource
 from burnish.checkpoint.manifest import AHEAD
 from burnish.checkpoint.retention import Retention
 from burnish.checkpoint.save import Contents, Saver
@@ -41,6 +40,7 @@ from burnish.tracking.rundir import RunDirectory
 
 if TYPE_CHECKING:
     from burnish.checkpoint.background import BackgroundSaver, Finished
+    from burnish.checkpoint.load import CheckpointSource
 
 # Parents of `checkpoints/` to sync, because the run may have made them: its own directory, that of all runs, and the next.
 _OWN_LEVELS = 3
@@ -54,7 +54,7 @@ _PAUSES_BETWEEN_MACHINES = (*_PAUSES, 3.0, 10.0, 20.0, 40.0)
 
 _log = logging.getLogger(__name__)
 
-Load = Callable[[CommittedStep, CheckpointSource], None]
+Load: TypeAlias = "Callable[[CommittedStep, CheckpointSource], None]"
 """Fills the engine from a step; it may be called again with an older one."""
 
 
@@ -279,6 +279,8 @@ class Checkpoints:
                         assets = [name for name in small_files(step) if not name.startswith(AHEAD)]
                         for damage in verify_files(step, assets):
                             _log.warning("the run goes on without it, but %s", damage)
+                from burnish.checkpoint.load import CheckpointSource
+
                 load(step, CheckpointSource(step, self._layout, arena))
             except CorruptError as error:
                 skipped.append(str(error))

@@ -34,7 +34,6 @@ from burnish.config.schema import RewardConfig
 from burnish.distributed.environment import environ_of_child
 from burnish.errors import BurnishError, MissingError, UsageError
 from burnish.records import Completion, Prompt, RewardCall, Rollout
-from burnish.rewards.builtin import exact_match, numeric
 from burnish.rewards.overview import message_hint
 from burnish.rewards.signature import (
     BUILTINS,
@@ -47,7 +46,7 @@ from burnish.rewards.signature import (
     timed,
 )
 
-LOCAL: Mapping[str, Callable[..., float]] = {"exact_match": exact_match, "numeric": numeric}
+LOCAL = ("exact_match", "numeric")
 """Functions that run in this process, because they take linear time. Regular expressions and sympy can run for ever."""
 _START_SECONDS = 120.0
 """How long a worker may take to import the reward functions' modules."""
@@ -97,6 +96,14 @@ class _Bundle(NamedTuple):
     """How many processes ended while they made these calls."""
 
 
+def _local(name: str) -> Callable[..., float]:
+    """Return a function of `LOCAL`."""
+    from burnish.rewards import builtin
+
+    found: Callable[..., float] = getattr(builtin, name)
+    return found
+
+
 class RewardPool:
     """Score rollouts with configured functions, in up to `reward.workers` processes that each load all of them."""
 
@@ -110,7 +117,7 @@ class RewardPool:
         self._signatures: Sequence[Signature] = ()
         if all(each.function in LOCAL for each in config.functions):
             self._signatures = [
-                read_signature(each.function, LOCAL[each.function], each.kwargs)
+                read_signature(each.function, _local(each.function), each.kwargs)
                 for each in config.functions
             ]
             return
@@ -179,7 +186,8 @@ class RewardPool:
         ]
 
     def _local(self, function: int) -> Callable[..., float] | None:
-        return LOCAL.get(self._config.functions[function].function)
+        name = self._config.functions[function].function
+        return _local(name) if name in LOCAL else None
 
     def _calls(self, rollouts: Sequence[Rollout]) -> list[_Call]:
         calls = []

@@ -30,7 +30,7 @@ from burnish.errors import BurnishError, UsageError
 from burnish.files.strict_json import clipped
 from burnish.records import Completion, Request
 from burnish.rollout import messages
-from burnish.rollout.base import RunningRequest, Sampling, Watch
+from burnish.rollout.base import Generator, RunningRequest, Sampling, Watch
 from burnish.rollout.connections import PacedResponse, connection_to
 
 log = logging.getLogger("burnish")
@@ -211,7 +211,7 @@ class Server:
         return message
 
 
-class ServedGenerator:
+class ServedGenerator(Generator):
     """Generates with servers in other processes."""
 
     called_by_rank0 = True

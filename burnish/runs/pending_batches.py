@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import PurePath
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -22,32 +22,12 @@ from burnish.records import Completion, Prompt, Rollout
 from burnish.records.rollout_table import RolloutTable
 from burnish.records.samples import joined_arrays, split_arrays
 from burnish.rollout.in_flight import SampleKey
+from burnish.runs.drawn_batch import DrawnBatch
 from burnish.tracking.trackers import json_number, json_numbers, numbers
 
 Array = np.ndarray[Any, Any]
 
 _DTYPES = {"I32": np.int32, "F32": np.float32, "U8": np.uint8, "I16": np.int16}
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class DrawnBatch:
-    """The scored groups of a step, not yet trained on."""
-
-    step: int
-    """The step that trains on it, 0-based."""
-    groups: RolloutTable
-    left_out: RolloutTable
-    """Groups that dynamic sampling replaced."""
-
-
-class BatchQueue(Protocol):
-    """Holds what was generated ahead of training, for saves."""
-
-    def pending(self) -> Sequence[DrawnBatch]:
-        """Return the batches that were drawn and not trained on."""
-
-    def partial(self) -> Mapping[SampleKey, Completion]:
-        """Return the completions that were begun for later batches."""
 
 
 def ahead_files(

@@ -12,13 +12,12 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, replace
-from importlib import import_module
 from pathlib import Path, PurePath
 from types import MappingProxyType
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from burnish.checkpoint.load import CheckpointSource
 from burnish.checkpoint.manifest import AHEAD
 from burnish.checkpoint.retention import require_measured
 from burnish.checkpoint.save import Contents
@@ -35,8 +34,7 @@ from burnish.records import Batch, Completion, MicroBatch, TokenOutputs
 from burnish.records.rollout_table import RolloutTable
 from burnish.records.samples import Floats
 from burnish.rewards.overview import LostRewards
-from burnish.rollout.in_flight import SampleKey
-from burnish.runs.pending_batches import BatchQueue, DrawnBatch, ahead_files, read_ahead
+from burnish.runs.drawn_batch import BatchQueue, DrawnBatch
 from burnish.runs.rollout_transfer import arrays_on_main, arriving, on_main
 from burnish.runs.session import Session
 from burnish.runs.setup import Learner, prove_start
@@ -59,6 +57,10 @@ from burnish.tracking.trackers import (
     numbers,
     wanted_rollouts,
 )
+
+if TYPE_CHECKING:
+    from burnish.checkpoint.load import CheckpointSource
+    from burnish.rollout.in_flight import SampleKey
 
 # Seconds that a run waits for its mirror after a signal to stop. The step is on the local disk already.
 _GRACE_SECONDS = 10.0
@@ -140,7 +142,9 @@ class Run:
         path = self._session.directory.kept
         with agree(self._layout), self._writing():
             if self._layout.is_main:
-                self._kept = import_module("burnish.checkpoint.kept").keep(path, composite, step)
+                from burnish.checkpoint.kept import keep
+
+                self._kept = keep(path, composite, step)
 
     def _log_start(self) -> None:
         made, total = self.state.step, self._total_steps
@@ -373,8 +377,9 @@ class Run:
         step = self.state.step
         if self._config.distributed.check_replicas_every and self._compared_step != step:
             engines = {role: learner.engine for role, learner in self._learners.items()}
-            check = import_module("burnish.runs.replicas").check_replicas
-            check(engines, self._config.engine.replicas, step, self._layout)
+            from burnish.runs.replicas import check_replicas
+
+            check_replicas(engines, self._config.engine.replicas, step, self._layout)
             self._compared_step = step
 
     def _note_finished_save(self, *, wait: bool) -> None:
@@ -408,7 +413,11 @@ class Run:
         ]
         files: dict[str, bytes] = {}
         if self._layout.is_main and self._queue is not None:
-            files = ahead_files(pending, self._queue.partial())
+            begun = self._queue.partial()
+            if pending or begun:
+                from burnish.runs.pending_batches import ahead_files
+
+                files = ahead_files(pending, begun)
         models = {role: learner.contents() for role, learner in self._learners.items()}
         if self._kept is not None:
             models[MAIN] = replace(models[MAIN], kept=self._kept)
@@ -428,7 +437,9 @@ class Run:
         partial: Mapping[SampleKey, Completion] = {}
         files = source.files(AHEAD)
         with agree(self._layout):
-            if self._layout.is_main:
+            if self._layout.is_main and files:
+                from burnish.runs.pending_batches import read_ahead
+
                 pending, partial = read_ahead(step, files)
         pending = from_main(pending, self._layout)
         self.state = restore(

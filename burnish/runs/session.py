@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from importlib import import_module
 from typing import Literal
 
 import torch
@@ -91,8 +90,9 @@ def open_run(
         stack.enter_context(checkpoints)
         mirror: Destination | None = None
         if config.mirror_url is not None:
-            destinations = import_module("burnish.checkpoint.destinations.run_mirror")
-            mirror = destinations.open_mirror(config.mirror_url, settings, directory.root, layout)
+            from burnish.checkpoint.destinations import run_mirror
+
+            mirror = run_mirror.open_mirror(config.mirror_url, settings, directory.root, layout)
         checkpoints.mirror_to(mirror)
         session = Session(
             config,
@@ -121,25 +121,30 @@ def open_run(
                         have=error,
                         do="free some space there, and start the same command again: it continues from the newest checkpoint",
                     ) from error
-        logs = import_module("burnish.tracking.logs")
+        from burnish.tracking import logs
+
         path = directory.logs / f"rank-{layout.rank}.log"
         stack.enter_context(logs.rank_log(path, layout.rank, spans, config.tracking.log_format))
         chosen = config.tracking.profile_steps
         if chosen or device.type == "cuda":
-            profiling = import_module("burnish.tracking.profiles").profiling
+            from burnish.tracking.profiles import profiling
+
             with_torch = config.tracking.torch_profiler
             path = directory.profiles
             stack.enter_context(profiling(path, layout.rank, spans, chosen, with_torch=with_torch))
         if config.tracking.allocations:
-            memory = import_module("burnish.runs.out_of_memory")
-            stack.enter_context(memory.recording_allocations(device))
+            from burnish.runs import out_of_memory
+
+            stack.enter_context(out_of_memory.recording_allocations(device))
         try:
             yield session
         except RuntimeError as error:  # torch.OutOfMemoryError is one
-            explained = import_module("burnish.runs.out_of_memory").explained(error, session)
-            if explained is None:
+            from burnish.runs.out_of_memory import explained
+
+            better = explained(error, session)
+            if better is None:
                 raise
-            raise explained from error
+            raise better from error
 
 
 def _require_extensions(config: RunConfig) -> None:

@@ -6,9 +6,8 @@ import logging
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from importlib import import_module
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
@@ -54,6 +53,9 @@ from burnish.records.seeds import derive_seed
 from burnish.rewards.pool import RewardPool
 from burnish.rollout.base import Sampling
 from burnish.tracking.progress import Progress
+
+if TYPE_CHECKING:
+    from burnish.data.streaming import Stream
 
 _MEGABYTE = 1_000_000
 _log = logging.getLogger(__name__)
@@ -118,10 +120,12 @@ class Foundation(TextFoundation):
             dtype = torch.float32 if is_fp32 else torch.bfloat16
             save_model_assets(self.hf_config, self.tokenizer, directory, dtype, self.eos_token_ids)
             if self.composite is not None:
-                composite = import_module("burnish.models.composite")
+                from burnish.models import composite
+
                 composite.write_composite_assets(self.composite, directory, dtype)
         else:
-            adapter_config = import_module("burnish.models.lora.adapter_config")
+            from burnish.models.lora import adapter_config
+
             adapter_config.save_adapter_config(self.adapter, directory, self.names.values())
             self.tokenizer.save_pretrained(directory)
             # The base's own knows nothing of the tokens that training has taught the adapter to end with.
@@ -195,23 +199,31 @@ def lay_foundation(
     how = {"lora": tuned, "generates": generates, "sampling": sampling, "engine": config.engine}
     prove(hf_config, layout, device, **how)
     if config.algorithm.router_replay != "none":
-        routing = import_module("burnish.models.routing")
+        from burnish.models import routing
+
         routing.require_routers(hf_config, "algorithm.router_replay")
     base = weights_source(config.model, hf_config, config.seed)
     composite = composite_of(config.model.path, hf_config)
     if composite is not None:
-        proof = import_module("burnish.check.composite_proof")
-        proof.prove_composite(composite, hf_config, layout)
+        from burnish.check import composite_proof
+
+        composite_proof.prove_composite(composite, hf_config, layout)
     origin = given.path if given and given.path != config.model.path else None
     source: ShardSource = base
     adapter: dict[str, Any] | None = None
     if config.model.adapter:
-        lora = import_module("burnish.models.lora.adapter")
-        composite = lora.within(composite, config.model, hf_config)
+        from burnish.models.lora.adapter import (
+            adapter_record,
+            first_adapter,
+            warn_of_unadapted,
+            within,
+        )
+
+        composite = within(composite, config.model, hf_config)
         if layout.is_main:
-            lora.warn_of_unadapted(config.model.adapter, hf_config)
-        adapter = lora.adapter_record(config.model, hf_config, origin)
-        source = lora.first_adapter(config.model, hf_config, adapter, config.seed, composite)
+            warn_of_unadapted(config.model.adapter, hf_config)
+        adapter = adapter_record(config.model, hf_config, origin)
+        source = first_adapter(config.model, hf_config, adapter, config.seed, composite)
     foundation = Foundation(
         config,
         tokenizer,
@@ -333,9 +345,11 @@ def _rows(
     """Read rows, or list the files of streamed ones. Collective."""
     data, seed = foundation.config.data, foundation.config.seed
     if setting == "data.train" and data.streaming:
-        open_rows = import_module("burnish.data.streaming").open_rows
-        how = {"seed": seed, "shuffle": data.shuffle, "layout": foundation.layout}
-        return open_rows(paths, setting, data.streaming * _MEGABYTE, **how)
+        from burnish.data.streaming import open_rows
+
+        buffer = data.streaming * _MEGABYTE
+        shuffle, layout = data.shuffle, foundation.layout
+        return open_rows(paths, setting, buffer, seed=seed, shuffle=shuffle, layout=layout)
     return load_rows(paths, setting, progress)
 
 
@@ -348,7 +362,9 @@ def train_dataset(
     entries = [[entry] for entry in data.train] if data.weights else [data.train]
     parts = [read(entry, "data.train") for entry in entries]
     if data.streaming:
-        return import_module("burnish.data.streaming").Stream(parts)
+        from burnish.data.streaming import Stream
+
+        return Stream(parts)
     return Mixture(parts)
 
 
@@ -362,7 +378,9 @@ def make_loader(
     """Return the loader of `data.train`."""
     shuffle = data.shuffle
     if data.streaming:
-        return import_module("burnish.data.streaming").StreamLoader(dataset, data.weights)
+        from burnish.data.streaming import StreamLoader
+
+        return StreamLoader(cast("Stream[Any]", dataset), data.weights)
     if data.curriculum == MEASURED:
         return MeasuredLoader(len(dataset), seed, shuffle)
     if not isinstance(dataset, Mixture):

@@ -7,13 +7,12 @@ import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path, PurePath
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import xxhash
 from pydantic import ConfigDict, Field, Strict, TypeAdapter, ValidationError, with_config
 from transformers import PreTrainedTokenizerBase
 
-from burnish.checkpoint.load import CheckpointSource
 from burnish.checkpoint.manifest import ADAPTER_STATE, IMPORTED, STATE
 from burnish.checkpoint.steps import CommittedStep
 from burnish.checkpoint.write_plan import MAIN
@@ -26,6 +25,9 @@ from burnish.files.strict_json import clipped, shortened
 from burnish.functions import fingerprint
 from burnish.rewards.signature import BUILTINS
 from burnish.runs.setup import Learner
+
+if TYPE_CHECKING:
+    from burnish.checkpoint.load import CheckpointSource
 
 # Keys of state.json: the digest of the settings that decide the outcome (`burnish.config.resume`), and `weights_version`. Steps may
 # lack these two. Then the fingerprints of the run's inputs.

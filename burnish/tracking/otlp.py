@@ -14,7 +14,14 @@ from typing import Any
 from urllib.parse import urlsplit
 from urllib.request import Request, urlopen
 
-from burnish.tracking.span_records import Attributes, Span, Trace, nanoseconds, pairs_of, span_id
+from burnish.tracking.span_records import (
+    Attributes,
+    Trace,
+    TraceSpan,
+    nanoseconds,
+    pairs_of,
+    span_id,
+)
 
 _AT_ONCE = 64
 """Most traces in a request."""
@@ -93,7 +100,7 @@ def protobuf(traces: Sequence[Trace], resource: Attributes) -> bytes:
     return _field(1, _field(1, _attributes(1, resource)) + _field(2, scope_spans))
 
 
-def _span_message(trace: bytes, number: int, span: Span) -> bytes:
+def _span_message(trace: bytes, number: int, span: TraceSpan) -> bytes:
     parts = [_field(1, trace), _field(2, span_id((trace, number))), _field(5, span.name.encode())]
     if number:
         parts.append(_field(4, span_id((trace, 0))))

@@ -11,7 +11,7 @@ Attributes = dict[str, Any]
 """A span's attributes by name."""
 
 
-class Span(NamedTuple):
+class TraceSpan(NamedTuple):
     """A span of OpenTelemetry."""
 
     name: str
@@ -22,7 +22,7 @@ class Span(NamedTuple):
     error: str | None = None
 
 
-Trace = tuple[bytes, Sequence[Span]]
+Trace = tuple[bytes, Sequence[TraceSpan]]
 """A trace's id, and its spans, the first of which is the root."""
 
 

@@ -20,7 +20,14 @@ from burnish.config.schema import RunConfig, TracesConfig
 from burnish.errors import CorruptError, refusing
 from burnish.tracking import rollouts as files
 from burnish.tracking.rundir import RUN, RunDirectory, plain, write_atomically
-from burnish.tracking.span_records import Attributes, Span, Trace, nanoseconds, pairs_of, span_id
+from burnish.tracking.span_records import (
+    Attributes,
+    Trace,
+    TraceSpan,
+    nanoseconds,
+    pairs_of,
+    span_id,
+)
 from burnish.tracking.trackers import BackgroundTracker, json_line, json_number
 
 if TYPE_CHECKING:  # the records' module loads torch
@@ -85,7 +92,7 @@ class Traces:
         if traces and self.exporter is not None:
             self.exporter.tell("log_traces", step, traces)
 
-    def _spans(self, rollout: Rollout, about: Attributes) -> list[Span]:
+    def _spans(self, rollout: Rollout, about: Attributes) -> list[TraceSpan]:
         made = [self._generation(rollout, about["burnish.kind"] == "step")]
         made += self._calls(rollout, made[0].end)
         attributes = about | {
@@ -98,7 +105,7 @@ class Traces:
         failed = "a reward has no value" if rollout.reward_error else None
         return [_span("rollout", begin, end, attributes, failed), *made]
 
-    def _generation(self, rollout: Rollout, trains: bool) -> Span:
+    def _generation(self, rollout: Rollout, trains: bool) -> TraceSpan:
         prompt, completion, config = rollout.prompt, rollout.completion, self._config
         how = config.rollout if trains else config.evaluation
         model = config.model.path or config.run_name
@@ -137,7 +144,7 @@ class Traces:
             found.append({"role": str(message.get("role")), "parts": parts, **more})
         return json.dumps(found, ensure_ascii=False)
 
-    def _calls(self, rollout: Rollout, otherwise: float) -> Iterator[Span]:
+    def _calls(self, rollout: Rollout, otherwise: float) -> Iterator[TraceSpan]:
         limit, is_open = self._settings.max_text, self._settings.redact == "off"
         inputs = {"completion": rollout.text, "answer": rollout.prompt.answer}
         for number, call in enumerate(rollout.calls):
@@ -158,13 +165,13 @@ class Traces:
 
 def _span(
     name: str, begin: float, end: float, attributes: Attributes, error: str | None = None
-) -> Span:
+) -> TraceSpan:
     found = {
         plain(key): json_number(value) if isinstance(value, float) else plain(value)
         for key, value in attributes.items()
         if value is not None
     }
-    return Span(plain(name), begin, end, found, plain(error))
+    return TraceSpan(plain(name), begin, end, found, plain(error))
 
 
 def _line(trace: Trace, resource: Attributes) -> bytes:

@@ -19,7 +19,6 @@ from collections import Counter
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
-from importlib import import_module
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, Protocol
@@ -32,6 +31,7 @@ from burnish.tracking.rundir import RunDirectory, discard_leftovers, write_atomi
 
 if TYPE_CHECKING:
     from burnish.records.rollout_table import RolloutTable
+    from burnish.tracking.rollouts import Kind
 
 _REPORT_SECONDS, _REPORT_SHARE = 60.0, 0.02  # least time between reports, largest share of time
 _END_SECONDS, _STOP_SECONDS = 60.0, 10.0  # to send the rest of a run, and of a stopped run
@@ -68,9 +68,11 @@ class Tracker(Protocol):
 
     def sync(self) -> None:
         """Write held numbers, every few seconds and at checkpoints, so that they survive a kill or power loss. Raises `OSError`."""
+        return
 
     def close(self) -> None:
         """Write out held numbers and free resources. A second call does nothing."""
+        return
 
 
 def _writes_rollouts(settings: TrackingConfig, step: int, total: int, validation: bool) -> bool:
@@ -87,14 +89,16 @@ def wanted_rollouts(
     written = _writes_rollouts(settings, step, total, validation)
     if not (written or (traced and settings.traces.sample_rate)):
         return None
-    files = import_module("burnish.tracking.rollouts")
+    from burnish.tracking import rollouts
+
     order = table.order if written else ()
-    whole = files.chosen(step, table.rewards, order) if written else set()
+    whole = rollouts.chosen(step, table.rewards, order) if written else set()
     if traced:
-        kind, rate = "validation" if validation else "step", settings.traces.sample_rate
-        whole |= import_module("burnish.tracking.traces").sampled(
-            kind, step, rate, len(table.owners)
-        )
+        kind: Kind = "validation" if validation else "step"
+        rate = settings.traces.sample_rate
+        from burnish.tracking.traces import sampled
+
+        whole |= sampled(kind, step, rate, len(table.owners))
     return order or sorted(whole), whole
 
 
@@ -116,15 +120,18 @@ class Observers:
         directory.write_status(total_steps, "running")
         discard_leftovers(directory.root)
         discard_leftovers(directory.rollouts)
-        self._rollouts = import_module("burnish.tracking.rollouts")
+        from burnish.tracking import rollouts
+
+        self._rollouts = rollouts
         self._rollouts.discard_rollouts_after(directory.rollouts, step)
         texts = decode and partial(self._rollouts.texts_of_tokens, decode=decode)
         self._token_texts = texts if settings.rollout_tokens else None
-        console = import_module("burnish.tracking.console").ConsoleTracker
+        from burnish.tracking.console import ConsoleTracker
+
         resumed = (step if is_logged else step - 1) if step else None
         classes = {name: load_tracker(name) for name in settings.trackers}
         self._trackers: list[Tracker] = [
-            console(total_steps=total_steps, every=settings.console_every),
+            ConsoleTracker(total_steps=total_steps, every=settings.console_every),
             JsonlTracker(directory.metrics, resume_step=resumed),
         ]
         self._others = [
@@ -135,8 +142,9 @@ class Observers:
         self._thinning = self._rollouts.Thinning(directory.rollouts, keep)
         self._traces: Any = None
         if settings.traces.local or settings.traces.endpoint:
-            traces = import_module("burnish.tracking.traces").Traces
-            self._traces = traces(directory, settings.traces, keep, step)
+            from burnish.tracking.traces import Traces
+
+            self._traces = Traces(directory, settings.traces, keep, step)
             self._others += filter(None, [self._traces.exporter])
         self._trackers += self._others
         self._state: State = "running"
@@ -162,10 +170,16 @@ class Observers:
 
         kept: Mapping[int, Mapping[str, Any]] = {}
         if _writes_rollouts(self._settings, step, self._total_steps, advantages is None):
-            place = self._directory.rollouts, step
-            given = table, advantages, self._token_texts, by_token
-            kept = self._rollouts.write_rollouts(*place, *given, passing())
-            kind = "validation" if advantages is None else "step"
+            kept = self._rollouts.write_rollouts(
+                self._directory.rollouts,
+                step,
+                table,
+                advantages,
+                self._token_texts,
+                by_token,
+                passing(),
+            )
+            kind: Kind = "validation" if advantages is None else "step"
             self._thinning.wrote(step, kind)
             # Only the rollouts that are kept longest: a table of thousands would cost more than the step.
             for tracker in self._others:

@@ -139,7 +139,7 @@ def test_a_revision_that_moves_leaves_a_commit_as_it_is(hub: HubServer) -> None:
     assert (
         HubFiles.of(place("me/tiny")).file("config.json").read_bytes() == b"{}"
     )  # as the cache knows it
-    later = place(f"me/tiny@{hub.commit('models/me/tiny')}")
+    later = HubFiles.of(place(f"me/tiny@{hub.commit('models/me/tiny')}"))
     assert later.file("config.json").read_bytes() == b"[]"
 
 

@@ -23,12 +23,13 @@ from burnish.checkpoint.manifest import Commit, Manifest
 from burnish.checkpoint.steps import CommittedStep
 from burnish.config.schema import RewardConfig
 from burnish.data.loader import Loader
-from burnish.methods.parts.rollouts import DrawnBatch, RolloutQueue
+from burnish.methods.parts.rollouts import RolloutQueue
 from burnish.records import Completion, Prompt, Request, Rollout
 from burnish.records.rollout_table import RolloutTable
 from burnish.records.samples import digest_of
 from burnish.rollout.base import RunningRequest, Sampling
 from burnish.rollout.in_flight import PartialCompletions, SampleKey, joined
+from burnish.runs.drawn_batch import DrawnBatch
 from burnish.runs.pending_batches import ahead_files, read_ahead
 
 NOTHING = Publication([])

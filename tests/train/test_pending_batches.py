@@ -34,11 +34,12 @@ from burnish.checkpoint.steps import CommittedStep, verify
 from burnish.config.schema import RewardConfig, RunConfig
 from burnish.data.loader import Loader
 from burnish.errors import BurnishError, IncompatibleError
-from burnish.methods.parts.rollouts import DrawnBatch, RolloutQueue
+from burnish.methods.parts.rollouts import RolloutQueue
 from burnish.records import Completion, Prompt, Rollout
 from burnish.records.rollout_table import RolloutTable
 from burnish.rollout.builtin.generator import BuiltinGenerator
 from burnish.rollout.in_flight import SampleKey
+from burnish.runs.drawn_batch import DrawnBatch
 from burnish.runs.pending_batches import ahead_files, read_ahead
 
 NOTHING = Publication([])

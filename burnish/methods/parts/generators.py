@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from importlib import import_module
 
 from burnish.data.tokenizer import completion_decoder
 from burnish.engines.base import compute_dtype
@@ -21,14 +20,18 @@ from burnish.tracking.progress import Progress
 def make_generator(foundation: TextFoundation) -> Generator:
     """Make the generator of `rollout.engine` and `rollout.place`, without weights. Collective."""
     if not isinstance(foundation, Foundation):
-        return import_module("burnish.rollout.openai").EndpointGenerator(
+        from burnish.rollout.openai import EndpointGenerator
+
+        return EndpointGenerator(
             foundation.config.rollout,
             encode=partial(foundation.tokenizer.encode, add_special_tokens=False),
             template_variables=foundation.config.data.chat_template_kwargs,
         )
     if foundation.config.rollout.place == "inside":
         return local_generator(foundation)
-    return import_module("burnish.methods.parts.serve").served_generator(foundation)
+    from burnish.methods.parts.serve import served_generator
+
+    return served_generator(foundation)
 
 
 def local_generator(foundation: Foundation) -> Generator:
@@ -82,7 +85,9 @@ def make_collector(
     layout = foundation.layout
     stragglers = None
     if layout.world > 1 and not generator.called_by_rank0:
-        stragglers = import_module("burnish.runs.stragglers").Stragglers(warns=layout.is_main)
+        from burnish.runs.stragglers import Stragglers
+
+        stragglers = Stragglers(warns=layout.is_main)
     common = (layout, check, progress, failures, judge, stragglers)
     shares_device = foundation.config.rollout.place == "child"
     return Collector(generator, decode, pool.score, *common, shares_device=shares_device)

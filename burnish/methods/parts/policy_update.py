@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from importlib import import_module
 from typing import Any
 
 import numpy as np
@@ -37,7 +36,6 @@ Forward = Callable[[Batch], list[TokenOutputs]]
 """Scores a batch, as `Engine.forward` does."""
 CRITIC = "critic"
 """The critic's role in a checkpoint, and the prefix of its metrics."""
-_CRITIC = "burnish.algorithms.critic"
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +169,9 @@ class PolicyUpdate:
         self, table: RolloutTable, batches: Sequence[Batch], penalties: Mapping[int, Floats]
     ) -> tuple[Floats, dict[str, dict[int, Floats]], Stats]:
         """Return all rollouts' mean advantages, this rank's arrays, and statistics."""
-        of_critic, lengths = import_module(_CRITIC), _scored_lengths(table)
+        from burnish.algorithms import critic as of_critic
+
+        lengths = _scored_lengths(table)
         numbers, config, gamma, lam = _rollouts_of(batches), self.config.critic, 1.0, 1.0
         values = {n: np.zeros(lengths[n], np.float32) for n in numbers}
         has_values = self.config.algorithm.advantage == "gae"
@@ -246,8 +246,9 @@ class PolicyUpdate:
         def trained(arrays: Iterable[Any]) -> Any:
             return np.concatenate([each[mask] for each, mask in zip(arrays, masks, strict=True)])
 
-        select = import_module("burnish.algorithms.token_selection").select_tokens
-        chosen = select(
+        from burnish.algorithms.token_selection import select_tokens
+
+        chosen = select_tokens(
             trained(_to_numpy(output.logprobs) for output in outputs),
             trained(_to_numpy(output.entropy) for output in outputs),
             trained(_to_numpy(micro.advantages) for micro in micros),

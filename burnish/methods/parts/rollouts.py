@@ -13,7 +13,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from copy import copy
 from dataclasses import dataclass, replace
 from threading import Thread
-from typing import Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import numpy as np
 from torch.utils.data import Subset
@@ -37,11 +37,13 @@ from burnish.rewards.overview import (
     rollout_stats,
 )
 from burnish.rollout.base import Generator, Sampling
-from burnish.rollout.in_flight import PartialCompletions, SampleKey
-from burnish.runs.pending_batches import DrawnBatch
+from burnish.runs.drawn_batch import DrawnBatch
 from burnish.runs.signals import StopRequested
 from burnish.tracking.progress import Progress
 from burnish.tracking.stats import Max, Mean, Stats
+
+if TYPE_CHECKING:
+    from burnish.rollout.in_flight import PartialCompletions, SampleKey
 
 T = TypeVar("T")
 Prompts = Sequence[Prompt] | Subset[Prompt]
@@ -257,7 +259,11 @@ class RolloutQueue:
         self._waiting = sampler.config.critic.warmup_steps
         self._total_steps = total_steps
         self._pending: deque[DrawnBatch] = deque()
-        self._partial = PartialCompletions({}) if self._in_flight else None
+        self._partial: PartialCompletions | None = None
+        if self._in_flight:
+            from burnish.rollout.in_flight import PartialCompletions
+
+            self._partial = PartialCompletions({})
         self._taken = 0
         self._background: BackgroundSampler | None = None
         self._lost: LostRewards | None = None
@@ -369,6 +375,8 @@ class RolloutQueue:
                 for key, each in partial.items()
                 if self._age(key.step, each.weights_version) <= self._ahead
             }
+            from burnish.rollout.in_flight import PartialCompletions
+
             self._partial = PartialCompletions(young)
 
     def _age(self, step: int, versions: Any) -> Any:

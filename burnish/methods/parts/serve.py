@@ -17,7 +17,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
-from importlib import import_module
 from itertools import chain
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -38,7 +37,7 @@ from burnish.errors import BurnishError, UsageError
 from burnish.files.storage import open_regular
 from burnish.methods.parts.generators import local_generator
 from burnish.models.meta_init import build_on_meta
-from burnish.models.names import regions
+from burnish.models.names import Region, regions
 from burnish.rollout.client import ServedGenerator, Server, ServerLost
 from burnish.rollout.server import GeneratorServer
 from burnish.runs.setup import Foundation, lay_foundation
@@ -223,9 +222,12 @@ def _make_server(foundation: Foundation, token: str, host: str, port: int) -> Ge
 def _specs(foundation: Foundation) -> tuple[list[TensorSpec], list[TensorSpec]]:
     """Return the tensors that a generator gets with every publication, and those that it gets once."""
     dtype, model = compute_dtype(foundation.config.engine), build_on_meta(foundation.hf_config)
-    lora, sides = foundation.config.model.adapter_beside, (regions(model), ())
+    lora = foundation.config.model.adapter_beside
+    sides: tuple[tuple[Region, ...], tuple[Region, ...]] = (regions(model), ())
     if lora is not None:
-        adapter = import_module("burnish.models.lora.adapter").Adapter(model, lora)
+        from burnish.models.lora.adapter import Adapter
+
+        adapter = Adapter(model, lora)
         sides = adapter.weights, adapter.base
     changing, fixed = ([TensorSpec(r.name, r.shape, dtype) for r in side] for side in sides)
     return changing, fixed
