@@ -240,7 +240,7 @@ def prepare(
         if config.mirror_url is not None:
             from burnish.files.remote import Remote
 
-            Remote(config.mirror_url).connect()
+            Remote(config.mirror_url).connect(writes=True)
         require_own_directory(RunDirectory(config.directory), RunIdentity(command, config))
     return config, remarks
 

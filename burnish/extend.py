@@ -18,6 +18,7 @@ from burnish.functions import did_you_mean, load_function
 
 if TYPE_CHECKING:  # a table knows its protocol by name, so that nothing is loaded with it
     from burnish.engines.base import Engine
+    from burnish.files.backends import RemoteDestination, RemoteSource
     from burnish.rollout.base import Generator
     from burnish.tracking.trackers import Tracker
 
@@ -185,3 +186,21 @@ TRACKERS: Table[type[Tracker]] = Table(
     },
 )
 """Values of `tracking.trackers`."""
+
+SOURCES: Table[type[RemoteSource]] = Table(
+    "source",
+    "burnish.files.backends:RemoteSource",
+    {
+        "hdfs": "burnish.files.backends:HdfsBackend",
+        "s3": "burnish.files.backends:S3Backend",
+        "gs": "burnish.files.backends:GcsBackend",
+        "file": "burnish.files.backends:FileBackend",
+        "memory": "burnish.files.backends:MemoryBackend",
+    },
+)
+"""Schemes of the URLs of data and models."""
+
+DESTINATIONS: Table[type[RemoteDestination]] = Table(
+    "source", "burnish.files.backends:RemoteDestination", SOURCES.builtins
+)
+"""Sources that can be written as well, for `checkpoint.mirror` and `output_dir`."""

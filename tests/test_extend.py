@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support.runs.training_files import At, burnish, done, make_files, outcome, ranks
+from support.runs.training_files import At, burnish, done, make_files, metrics, outcome, ranks
+from support.services import shelf
 
 from burnish.config.constraints import check
 from burnish.config.load import load_config
 from burnish.errors import UsageError
-from burnish.extend import ENGINES, GENERATORS, TRACKERS, Table, _lacking
+from burnish.extend import DESTINATIONS, ENGINES, GENERATORS, SOURCES, TRACKERS, Table, _lacking
 from burnish.functions import load_function
 
-TABLES: list[Table[Any]] = [ENGINES, GENERATORS, TRACKERS]
+SHELF = Path(str(shelf.__file__))
+TABLES: list[Table[Any]] = [ENGINES, GENERATORS, TRACKERS, SOURCES, DESTINATIONS]
 MINE = '''
 """Extensions of one's own."""
 import json
@@ -124,7 +127,7 @@ def root(tmp_path: Path) -> Path:
     return make_files(tmp_path)
 
 
-@pytest.mark.parametrize("table", TABLES, ids=lambda table: table.kind)
+@pytest.mark.parametrize("table", TABLES, ids=lambda table: table.protocol)
 def test_every_built_in_is_there_and_does_what_its_protocol_says(table: Table[Any]) -> None:
     protocol: Any = load_function(table.protocol, "")
     for name, target in table.builtins.items():
@@ -281,9 +284,32 @@ def test_ones_own_on_two_ranks_in_processes_beside_them(root: Path) -> None:
     assert (root / "generator.txt").exists()
 
 
+def test_a_run_reads_from_ones_own_source_and_comes_back_from_ones_own_mirror(root: Path) -> None:
+    """Data and tokenizer from one's own service; the run's disk is lost between two commands."""
+    shutil.copy(SHELF, root)
+    box = root / "shelves" / "box"
+    box.mkdir(parents=True)
+    (root / "train.jsonl").rename(box / "train.jsonl")
+    (root / "tokenizer").rename(box / "tokenizer")
+    url = "shelf.py:Shelf://box"
+    argv = ["sft", "sft.yaml", *SHORT, f"model.tokenizer={url}/tokenizer"]
+    argv += [f"data.train={url}/train.jsonl", "checkpoint.mirror=shelf.py:Shelf://mirrors/of-runs"]
+    assert burnish(root, *argv, "--dry-run")[0] == 0
+    done(root, *argv, "steps=2")
+    shutil.rmtree(root / "runs")
+    resumed = done(root, *argv)
+    assert [row["step"] for row in metrics(resumed)] == [1, 2, 3]
+    copied = root / "shelves" / "mirrors" / "of-runs" / "run" / "checkpoints"
+    assert (copied / "step-00000003" / "COMMIT").exists()
+    code, said = burnish(root, *argv, "name=other", "checkpoint.mirror=shelf.py:Catalogue://box/b")
+    assert code == 2, said
+    assert "write" in said
+
+
 @pytest.mark.parametrize(
     "setting",
     [
+        "checkpoint.mirror=shelf.py:Nothing://place",
         "engine.kind=torhc",
         "engine.kind=mine.py:Deaf",
         "rollout.engine=mine.py:Untrained",
@@ -294,7 +320,7 @@ def test_ones_own_on_two_ranks_in_processes_beside_them(root: Path) -> None:
 def test_a_run_that_names_none_writes_nothing(root: Path, setting: str) -> None:
     code, said = burnish(root, "rl", "rl.yaml", setting)
     assert code == 2, said
-    assert setting.partition("=")[0] in said
+    assert setting.partition("=")[2].strip("[]") in said
     assert "Traceback" not in said
     assert not (root / "runs" / "run" / "config.yaml").exists()
 

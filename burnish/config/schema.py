@@ -94,7 +94,7 @@ class ModelConfig(Section):
     """The model to train."""
 
     path: MayChange[str | None] = None
-    """The model to start from: a Hugging Face directory, or an id of the Hugging Face Hub, as Qwen/Qwen3-0.6B or Qwen/Qwen3-0.6B@REVISION. A name that exists on this machine is a path. Like all inputs, it may also be a URL: hf://, s3://, gs://, hdfs://, file://."""
+    """The model to start from: a Hugging Face directory, or an id of the Hugging Face Hub, as Qwen/Qwen3-0.6B or Qwen/Qwen3-0.6B@REVISION. A name that exists on this machine is a path. Like all inputs, it may also be a URL: hf://, s3://, gs://, hdfs://, file://, or file.py:Class:// with a class of your own."""
     fresh: str | dict[str, Any] | None = None
     """Instead of `path`: a config.json, as a file or a mapping. The run starts from a new model with random weights."""
     tokenizer: MayChange[str | None] = None
@@ -536,7 +536,7 @@ class CheckpointConfig(Section):
     reserve_gb: float = Field(0.1, ge=0)
     """Disk space, in GB, that must stay free after a save."""
     mirror: str | None = None
-    """A URL: hdfs://, s3://, gs:// or file://. The run's directory is copied to URL/NAME after every save, while training continues. Resuming looks there as well. A step is deleted from the disk only after it has been copied."""
+    """A URL: hdfs://, s3://, gs://, file://, or file.py:Class:// with a class of your own. The run's directory is copied to URL/NAME after every save, while training continues. Resuming looks there as well. A step is deleted from the disk only after it has been copied."""
     mirror_keep_last: int = Field(0, ge=0)
     """Number of newest steps to keep on the mirror, besides those that keep_every, keep_best and pins keep. 0: all steps."""
     mirror_patience_seconds: float = Field(1800.0, ge=0)

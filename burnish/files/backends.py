@@ -6,16 +6,16 @@ import errno
 import logging
 import os
 import uuid
+from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from burnish.files.durable import make_dirs_durably, replacing
 from burnish.files.storage import LOCAL, Bytes
-from burnish.files.urls import Url
 
 Pulse = Callable[[int], None]
 """A running transfer calls it with the number of bytes moved since the last call."""
@@ -94,11 +94,53 @@ def _os_verdict(error: Exception) -> Verdict:
     return "transient"
 
 
-class Backend:
-    """One service or file system; by default through fsspec, which replaces files whole.
+class RemoteSource(Protocol):
+    """Files of a service or file system that can be read. The scheme of a URL names the class: `store.py:Store://HOST/PATH`.
 
-    Paths are absolute, in the service's form.
+    Paths are absolute. Several threads call one object. Inherit from `Backend` for all that fsspec can do.
     """
+
+    faults: tuple[type[Exception], ...]
+    """The errors that its calls raise. Any other error is a bug."""
+
+    def __init__(self, host: str) -> None:
+        """Connect to the URL's host; "" if it names none."""
+
+    @abstractmethod
+    def verdict(self, error: Exception) -> Verdict:
+        """Return the meaning of one of `faults`."""
+
+    @abstractmethod
+    def entries(self, path: str, *, deep: bool) -> Iterator[RemoteFile]:
+        """Yield a directory's entries, or with `deep` all files below; nothing if it does not exist."""
+
+    @abstractmethod
+    def info(self, path: str) -> RemoteFile:
+        """Return a file. Raises an error with the verdict "missing"."""
+
+    @abstractmethod
+    def read(self, path: str, offset: int, size: int) -> bytes:
+        """Return `size` bytes of a file, fewer at its end."""
+
+
+class RemoteDestination(RemoteSource, Protocol):
+    """Files that can be written as well, for a mirror or the copy of a step."""
+
+    @abstractmethod
+    def write(self, path: str, source: Bytes | Path, pulse: Pulse) -> None:
+        """Create or replace a file, which appears whole, in bounded memory if its source is a file."""
+
+    @abstractmethod
+    def remove(self, path: str) -> None:
+        """Remove a file if it exists."""
+
+    @abstractmethod
+    def remove_below(self, path: str, pulse: Pulse) -> None:
+        """Remove a directory tree if it exists."""
+
+
+class Backend(RemoteDestination):
+    """One service or file system; by default through fsspec, which replaces files whole."""
 
     def __init__(
         self,
@@ -108,15 +150,14 @@ class Backend:
     ) -> None:
         self._system = system
         self._verdict = verdict
-        self.faults: tuple[type[Exception], ...] = (OSError, *faults)
-        """The errors that its calls raise. Any other error is a bug."""
+        self.faults = (OSError, *faults)
 
     def verdict(self, error: Exception) -> Verdict:
-        """Return the meaning of one of `faults`."""
+        """See `RemoteSource.verdict`."""
         return self._verdict(error) or _os_verdict(error)
 
     def entries(self, path: str, *, deep: bool) -> Iterator[RemoteFile]:
-        """Yield a directory's entries, or with `deep` all files below; nothing if it does not exist."""
+        """See `RemoteSource.entries`."""
         self._system.invalidate_cache()
         if deep:
             listed = self._system.find(path, detail=True).values()
@@ -134,7 +175,7 @@ class Backend:
                 yield _file_of_info(info)
 
     def info(self, path: str) -> RemoteFile:
-        """Return a file. Raises an error with the verdict "missing"."""
+        """See `RemoteSource.info`."""
         self._system.invalidate_cache()
         info = self._system.info(path)
         if info["type"] != "file":
@@ -142,12 +183,12 @@ class Backend:
         return _file_of_info(info)
 
     def read(self, path: str, offset: int, size: int) -> bytes:
-        """Return `size` bytes of a file, fewer at its end."""
+        """See `RemoteSource.read`."""
         options = {"start": offset, "end": offset + size}
         return self._system.cat_file(path, **options)
 
     def write(self, path: str, source: Bytes | Path, pulse: Pulse) -> None:
-        """Create or replace a file, in bounded memory if its source is a file."""
+        """See `RemoteDestination.write`."""
         from fsspec.callbacks import Callback
 
         if not isinstance(source, Path):
@@ -168,12 +209,12 @@ class Backend:
         self._system.put_file(str(source), path, callback=callback, chunksize=chunk)
 
     def remove(self, path: str) -> None:
-        """Remove a file if it exists."""
+        """See `RemoteDestination.remove`."""
         with suppress(FileNotFoundError, KeyError):  # KeyError: fsspec's memory file system
             self._system.rm_file(path)
 
     def remove_below(self, path: str, pulse: Pulse) -> None:
-        """Remove a directory tree if it exists."""
+        """See `RemoteDestination.remove_below`."""
         for name in self._system.find(path):
             if name != path:
                 self.remove(name)
@@ -190,65 +231,67 @@ def _file_of_info(info: dict[str, Any]) -> RemoteFile:
     )
 
 
-def open_backend(url: Url) -> Backend:
-    """Connect to a URL's service. Raises `ModuleNotFoundError` without its client."""
-    if url.scheme == "hdfs":
-        return _Hdfs(url.host)
-    openers = {"s3": _open_s3, "gs": _open_gs, "memory": _Memory, "file": _Local}
-    return openers[url.scheme]()
+class S3Backend(Backend):
+    """S3; botocore finds credentials, region and endpoint."""
+
+    def __init__(self, host: str) -> None:
+        import aiohttp
+        import s3fs
+        from botocore import exceptions
+
+        def verdict(error: Exception) -> Verdict | None:
+            if isinstance(
+                error, (exceptions.NoCredentialsError, exceptions.PartialCredentialsError)
+            ):
+                return "denied"
+            return "wrong" if isinstance(error, exceptions.ParamValidationError) else None
+
+        system = s3fs.S3FileSystem(
+            use_listings_cache=False,
+            skip_instance_cache=True,
+            max_concurrency=_PARALLEL_PARTS,
+            config_kwargs={
+                "connect_timeout": _CONNECT_SECONDS,
+                "read_timeout": _READ_SECONDS,
+                "retries": {"total_max_attempts": _MAX_ATTEMPTS, "mode": "standard"},
+            },
+        )
+        system.retries = _MAX_ATTEMPTS
+        faults = (exceptions.BotoCoreError, exceptions.ClientError, aiohttp.ClientError)
+        super().__init__(system, faults, verdict)
 
 
-def _open_s3() -> Backend:
-    """Connect to S3; botocore finds credentials, region and endpoint."""
-    import aiohttp
-    import s3fs
-    from botocore import exceptions
+class GcsBackend(Backend):
+    """GCS; google-auth finds credentials, STORAGE_EMULATOR_HOST sets the endpoint."""
 
-    def verdict(error: Exception) -> Verdict | None:
-        if isinstance(error, (exceptions.NoCredentialsError, exceptions.PartialCredentialsError)):
-            return "denied"
-        return "wrong" if isinstance(error, exceptions.ParamValidationError) else None
+    def __init__(self, host: str) -> None:
+        import aiohttp
 
-    system = s3fs.S3FileSystem(
-        use_listings_cache=False,
-        skip_instance_cache=True,
-        max_concurrency=_PARALLEL_PARTS,
-        config_kwargs={
-            "connect_timeout": _CONNECT_SECONDS,
-            "read_timeout": _READ_SECONDS,
-            "retries": {"total_max_attempts": _MAX_ATTEMPTS, "mode": "standard"},
-        },
-    )
-    system.retries = _MAX_ATTEMPTS
-    faults = (exceptions.BotoCoreError, exceptions.ClientError, aiohttp.ClientError)
-    return Backend(system, faults, verdict)
+        # The package's own `gcsfs.GCSFileSystem` asks for the bucket's kind before each use.
+        from gcsfs.core import GCSFileSystem
+        from gcsfs.retry import HttpError
+        from google.auth.exceptions import GoogleAuthError
 
+        def verdict(error: Exception) -> Verdict | None:
+            if isinstance(error, GoogleAuthError) or str(error).startswith("Forbidden"):
+                return "denied"
+            if isinstance(error, ValueError):  # a bad request
+                return "wrong"
+            return (
+                _http_verdict(getattr(error, "code", None))
+                if isinstance(error, HttpError)
+                else None
+            )
 
-def _open_gs() -> Backend:
-    """Connect to GCS; google-auth finds credentials, STORAGE_EMULATOR_HOST sets the endpoint."""
-    import aiohttp
-
-    # The package's own `gcsfs.GCSFileSystem` asks for the bucket's kind before each use.
-    from gcsfs.core import GCSFileSystem
-    from gcsfs.retry import HttpError
-    from google.auth.exceptions import GoogleAuthError
-
-    def verdict(error: Exception) -> Verdict | None:
-        if isinstance(error, GoogleAuthError) or str(error).startswith("Forbidden"):
-            return "denied"
-        if isinstance(error, ValueError):  # a bad request
-            return "wrong"
-        return _http_verdict(getattr(error, "code", None)) if isinstance(error, HttpError) else None
-
-    # gcsfs logs a traceback for each failure. `Remote` reports a failure once.
-    logger = logging.getLogger("gcsfs")
-    if logger.level == logging.NOTSET:
-        logger.setLevel(logging.CRITICAL)
-    system = GCSFileSystem(
-        use_listings_cache=False, skip_instance_cache=True, requests_timeout=_READ_SECONDS
-    )
-    faults = (HttpError, GoogleAuthError, aiohttp.ClientError, ValueError)
-    return Backend(system, faults, verdict)
+        # gcsfs logs a traceback for each failure. `Remote` reports a failure once.
+        logger = logging.getLogger("gcsfs")
+        if logger.level == logging.NOTSET:
+            logger.setLevel(logging.CRITICAL)
+        system = GCSFileSystem(
+            use_listings_cache=False, skip_instance_cache=True, requests_timeout=_READ_SECONDS
+        )
+        faults = (HttpError, GoogleAuthError, aiohttp.ClientError, ValueError)
+        super().__init__(system, faults, verdict)
 
 
 def _http_verdict(code: object) -> Verdict | None:
@@ -260,23 +303,26 @@ def _http_verdict(code: object) -> Verdict | None:
     return "wrong" if 400 <= status < 500 and status not in (408, 429) else None
 
 
-class _Memory(Backend):
-    def __init__(self) -> None:
+class MemoryBackend(Backend):
+    """This process's memory, for tests."""
+
+    def __init__(self, host: str) -> None:
         from fsspec import filesystem
 
         super().__init__(filesystem("memory"))
 
     def write(self, path: str, source: Bytes | Path, pulse: Pulse) -> None:
+        """See `RemoteDestination.write`."""
         content = source.read_bytes() if isinstance(source, Path) else source
         if isinstance(source, Path):
             pulse(len(content))
         super().write(path, content, pulse)
 
 
-class _Local(Backend):
+class FileBackend(Backend):
     """This machine's file systems, synced: files survive a power loss in the order written."""
 
-    def __init__(self) -> None:
+    def __init__(self, host: str) -> None:
         super().__init__(None)
 
     def entries(self, path: str, *, deep: bool) -> Iterator[RemoteFile]:
@@ -298,15 +344,18 @@ class _Local(Backend):
                 return
 
     def info(self, path: str) -> RemoteFile:
+        """See `RemoteSource.info`."""
         if not Path(path).is_file():
             raise FileNotFoundError(path)
         return _file_of_path(Path(path))
 
     def read(self, path: str, offset: int, size: int) -> bytes:
+        """See `RemoteSource.read`."""
         with open(path, "rb") as file:
             return os.pread(file.fileno(), size, offset)
 
     def write(self, path: str, source: Bytes | Path, pulse: Pulse) -> None:
+        """See `RemoteDestination.write`."""
         target, size, offset = Path(path), _size_of(source), 0
         make_dirs_durably(LOCAL, target.parent, above=2)
         with replacing(LOCAL, target, size, _UNFINISHED) as file:
@@ -318,9 +367,11 @@ class _Local(Backend):
                 raise OSError(f"{offset} of {size} bytes were written")
 
     def remove(self, path: str) -> None:
+        """See `RemoteDestination.remove`."""
         Path(path).unlink(missing_ok=True)
 
     def remove_below(self, path: str, pulse: Pulse) -> None:
+        """See `RemoteDestination.remove_below`."""
         if Path(path).exists():
             LOCAL.remove(Path(path))
 
@@ -330,7 +381,7 @@ def _file_of_path(file: Path) -> RemoteFile:
     return RemoteFile(str(file), status.st_size, f"{status.st_ino}-{status.st_mtime_ns}")
 
 
-class _Hdfs(Backend):
+class HdfsBackend(Backend):
     """HDFS through hdfs-native, which needs no Java.
 
     Its fsspec adapter cuts names at `?` and `#`, skips directories that cannot be listed, and closes half-written files. The
@@ -347,6 +398,7 @@ class _Hdfs(Backend):
         self._write_options = WriteOptions(create_parent=True)
 
     def entries(self, path: str, *, deep: bool) -> Iterator[RemoteFile]:
+        """See `RemoteSource.entries`."""
         with suppress(FileNotFoundError):
             for status in self._client.list_status(path, deep):
                 name = status.path.rpartition("/")[2]
@@ -354,17 +406,20 @@ class _Hdfs(Backend):
                     yield _file_of_status(status)
 
     def info(self, path: str) -> RemoteFile:
+        """See `RemoteSource.info`."""
         status = self._client.get_file_info(path)
         if status.isdir:
             raise FileNotFoundError(path)
         return _file_of_status(status)
 
     def read(self, path: str, offset: int, size: int) -> bytes:
+        """See `RemoteSource.read`."""
         reader = self._client.read(path)
         count = min(size, len(reader) - offset)
         return bytes(reader.read_range(offset, count)) if count > 0 else b""
 
     def write(self, path: str, source: Bytes | Path, pulse: Pulse) -> None:
+        """See `RemoteDestination.write`."""
         folder, _, name = path.rpartition("/")
         temporary = f"{folder}/.{name}.{uuid.uuid4().hex}{_UNFINISHED}"
         size = _size_of(source)
@@ -384,10 +439,12 @@ class _Hdfs(Backend):
             raise
 
     def remove(self, path: str) -> None:
+        """See `RemoteDestination.remove`."""
         with suppress(FileNotFoundError):
             self._client.delete(path, False)
 
     def remove_below(self, path: str, pulse: Pulse) -> None:
+        """See `RemoteDestination.remove_below`."""
         with suppress(FileNotFoundError):
             self._client.delete(path, True)
 

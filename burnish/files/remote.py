@@ -21,9 +21,11 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from burnish.errors import BurnishError, CorruptError, MissingError, UsageError, install
-from burnish.files.backends import Backend, Pulse, RemoteFile, Verdict, open_backend
+from burnish.extend import DESTINATIONS, SOURCES
+from burnish.files.backends import Pulse, RemoteDestination, RemoteFile, Verdict
 from burnish.files.storage import Bytes
 from burnish.files.urls import SCHEMES, Url
+from burnish.functions import failure
 from burnish.redaction import redacted
 
 T = TypeVar("T")
@@ -80,9 +82,9 @@ class Remote:
         """Whether an abandoned write or removal may still take effect."""
         return self._connection.may_change_late
 
-    def connect(self) -> None:
-        """Load the client. Raises `MissingError` with the command that installs it."""
-        self._connection.backend()
+    def connect(self, *, writes: bool = False) -> None:
+        """Load the client. Raises `MissingError` with the command that installs it, `UsageError` for one that cannot do its work."""
+        self._connection.backend(writes=writes)
 
     def files(self, below: str = "", *, deep: bool = True) -> list[RemoteFile]:
         """Return a directory's files, sorted by name below the URL, with `deep` at any depth; [] if absent."""
@@ -115,7 +117,7 @@ class Remote:
         if not view:
             return
 
-        def read(backend: Backend, key: str, pulse: Pulse) -> bytes:
+        def read(backend: RemoteDestination, key: str, pulse: Pulse) -> bytes:
             try:
                 data = backend.read(key, offset, len(view))
             except backend.faults as error:
@@ -165,7 +167,7 @@ class Remote:
         """
         source.stat()  # an unreadable source raises here, not as an error of the service
 
-        def send(backend: Backend, key: str, pulse: Pulse) -> None:
+        def send(backend: RemoteDestination, key: str, pulse: Pulse) -> None:
             def moved(count: int) -> None:
                 pulse(count)
                 if advance is not None:
@@ -209,8 +211,9 @@ class Remote:
             )
         return self.url.below(name).key
 
-    def _retry(self, name: str, done: str, call: Callable[[Backend, str, Pulse], T]) -> T:
-        key, backend, url = self._key(name), self._connection.backend(), self.url.below(name)
+    def _retry(self, name: str, done: str, call: Callable[[RemoteDestination, str, Pulse], T]) -> T:
+        key, url = self._key(name), self.url.below(name)
+        backend = self._connection.backend(writes=done in _CHANGES)
         faults: tuple[type[Exception], ...] = (*backend.faults, TimeoutError)
 
         def again(error: Exception, failures: int) -> bool:
@@ -228,6 +231,15 @@ class Remote:
             if verdict == "missing" and done != "written":
                 raise self._missing(name) from error
             raise _explained(url, done, verdict, error) from error
+        except Exception as error:
+            if isinstance(error, BurnishError) or self.url.scheme in SOURCES.builtins:
+                raise
+            raise BurnishError(
+                f"{url} cannot be {done}",
+                have=failure(error),
+                want=f"only errors that {self.url.scheme} has in its faults",
+                do="correct the class",
+            ) from error
 
     def _missing(self, name: str) -> MissingError:
         return MissingError(
@@ -239,11 +251,16 @@ class _Connection:
     def __init__(self, url: Url) -> None:
         self._url = url
         self._lock = threading.Lock()
-        self._opened: tuple[int, Backend] | None = None
+        self._opened: tuple[int, RemoteDestination] | None = None
+        self._is_destination = False
         self.may_change_late = False
 
-    def backend(self) -> Backend:
+    def backend(self, *, writes: bool) -> RemoteDestination:
+        """Return the connection. Unless it `writes`, the class may lack what only a destination needs."""
         with self._lock:
+            if writes and not self._is_destination:
+                DESTINATIONS.load(self._url.scheme, str(self._url))
+                self._is_destination = True
             if self._opened is None:
                 self._opened = (os.getpid(), _open(self._url))
             pid, backend = self._opened
@@ -252,22 +269,27 @@ class _Connection:
         return backend
 
 
-def _open(url: Url) -> Backend:
+def _open(url: Url) -> RemoteDestination:
+    kind: Any = SOURCES.load(url.scheme, str(url))
     try:
-        return open_backend(url)
+        backend: RemoteDestination = kind(url.host)
     except ModuleNotFoundError as error:
         raise MissingError(
             f"{url.scheme}:// needs a package that is not installed",
             have=f"no module {error.name}",
-            do=install(_EXTRAS[url.scheme]),
+            do=install(_EXTRAS[url.scheme]) if url.scheme in _EXTRAS else "install it",
         ) from error
     except (OSError, RuntimeError, ValueError) as error:  # hdfs-native reads its configuration
         raise UsageError(
             f"{url} cannot be opened",
             have=reason(error),
-            want=SCHEMES[url.scheme],
-            do="correct the URL, or the files in HADOOP_CONF_DIR",
+            want=SCHEMES.get(url.scheme, f"a URL that {url.scheme} can open"),
+            do="correct the URL, or the files in HADOOP_CONF_DIR"
+            if url.scheme == "hdfs"
+            else "correct the URL",
         ) from error
+    SOURCES.require_complete(backend, url.scheme, str(url))
+    return backend
 
 
 def reason(error: BaseException) -> str:

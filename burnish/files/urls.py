@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Self
 
 from burnish.errors import UsageError
+from burnish.extend import SOURCES
 from burnish.redaction import redacted
 
 SCHEMES: Mapping[str, str] = {
@@ -17,9 +18,10 @@ SCHEMES: Mapping[str, str] = {
     "file": "file:///PATH",
     "memory": "memory://PATH",
 }
-"""The URL schemes of files, each with its form. `burnish.files.hub` handles `hf://`."""
+"""The built-in URL schemes of files, each with its form. `burnish.files.hub` handles `hf://`."""
 
-_URL = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]*)://(?P<rest>.*)", re.DOTALL)
+_OWN = r"[^:\n]+:[A-Za-z_]\w*"
+_URL = re.compile(rf"(?P<scheme>{_OWN}|[A-Za-z][A-Za-z0-9+.-]*)://(?P<rest>.*)", re.DOTALL)
 
 
 def is_url(text: str) -> bool:
@@ -32,7 +34,7 @@ class Url:
     """A parsed URL."""
 
     scheme: str
-    """One of `SCHEMES`."""
+    """One of `SCHEMES`, an entry point's name, or file.py:Class or module:Class of one's own."""
     host: str
     """The bucket, or the name node and its port; "" if there is none."""
     path: str
@@ -45,9 +47,10 @@ class Url:
         Raises `UsageError` for an unknown scheme, a missing host, credentials, and `.` or `..`.
         """
         found = _URL.match(text)
-        scheme = found["scheme"].lower() if found else ""
-        if found is None or scheme not in SCHEMES:
-            raise _refusal(text, "is not a URL that Burnish reads", f"one of {', '.join(SCHEMES)}")
+        if found is None:
+            raise _refusal(text, "is not a URL", f"one of {', '.join(SCHEMES)}")
+        scheme = found["scheme"] if ":" in found["scheme"] else found["scheme"].lower()
+        SOURCES.target(scheme, redacted(text))
         host, _, path = (
             ("", "", found["rest"]) if scheme == "memory" else found["rest"].partition("/")
         )

@@ -3,13 +3,15 @@ from __future__ import annotations
 import builtins
 import itertools
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from contracts.remote import QUICK, RemoteContract
+from contracts.remote import QUICK, Broken, RemoteContract
 from support.nightly import by_day
+from support.services import shelf as shelves
 from support.services.fault_proxy import Fault
 from support.services.gcs import GcsServer
 from support.services.hdfs import HdfsServer
@@ -19,6 +21,7 @@ from burnish.errors import BurnishError, MissingError, UsageError, install
 from burnish.files.remote import Remote, RetryPolicy
 
 number = itertools.count()
+SHELF = Path(str(shelves.__file__))
 HASTY = RetryPolicy(tries=3, seconds=10, first_pause=0.02, longest_pause=0.05, silence=2)
 
 
@@ -32,6 +35,68 @@ class TestFile(RemoteContract):
     @pytest.fixture
     def url(self, tmp_path: Path) -> str:
         return f"file://{tmp_path}/a place"
+
+
+class TestOwn(RemoteContract):
+    """A class of one's own, by its file."""
+
+    @pytest.fixture
+    def url(self, shelf: Path) -> str:
+        return f"{shelf}:Shelf://a box/a place"
+
+    def test_what_fails_half_way_is_not_there(self, remote: Remote, tmp_path: Path) -> None:
+        """Whatever goes wrong in it is told in one sentence."""
+        (tmp_path / "source").write_bytes(bytes(17 << 20))
+
+        def fail(count: int) -> None:
+            raise Broken
+
+        with pytest.raises(BurnishError) as caught:
+            remote.put_file("file", tmp_path / "source", fail)
+        assert isinstance(caught.value.__cause__, Broken)
+        assert remote.files() == remote.names() == []
+        assert remote.stat("file") is None
+
+
+@pytest.fixture
+def shelf(tmp_path: Path) -> Path:
+    return shutil.copy(SHELF, tmp_path)
+
+
+def test_what_can_only_be_read_is_no_destination(shelf: Path) -> None:
+    Remote(f"{shelf}:Shelf://box/place").put("file", b"content")
+    source = Remote(f"{shelf}:Catalogue://box/place")
+    source.connect()
+    assert source.read("file", 10) == b"content"
+    assert source.names() == ["file"]
+    for write in (lambda: source.put("file", b""), lambda: source.connect(writes=True)):
+        with pytest.raises(UsageError) as caught:
+            write()
+        assert "write" in str(caught.value.have)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "have"),
+    [
+        ("Closed", BurnishError, "closed"),
+        ("Torn", BurnishError, "KeyError"),
+        ("Missing", UsageError, "Missing"),
+        ("Path", UsageError, "entries"),
+    ],
+)
+def test_a_class_that_does_not_do_its_work(
+    shelf: Path, name: str, kind: type[BurnishError], have: str
+) -> None:
+    with pytest.raises(kind) as caught:
+        Remote(f"{shelf}:{name}://box/place").names()
+    assert have in f"{caught.value.problem} {caught.value.have}"
+
+
+@pytest.mark.parametrize("url", ["sftp://host/a", "nobodys.py:Store://host/a", "s4://bucket/a"])
+def test_schemes_that_nobody_reads(url: str, tmp_path: Path) -> None:
+    with pytest.raises(UsageError) as caught:
+        Remote(url).connect()
+    assert caught.value.do
 
 
 class TestS3(RemoteContract):
