@@ -8,7 +8,7 @@ import torch
 from transformers import AutoConfig, PretrainedConfig
 
 from burnish.check.proof_key import keep_proof, proof_place
-from burnish.check.small_model import shrunk
+from burnish.check.small_model import shrink_model
 from burnish.config.schema import EngineConfig
 from burnish.distributed.layout import Layout
 from burnish.errors import IncompatibleError, refusing
@@ -57,7 +57,7 @@ def prove_composite(
 def _error(whole: PretrainedConfig, hf_config: PretrainedConfig) -> float:
     text = whole.get_text_config()
     [key] = [key for key in whole.sub_configs if getattr(whole, key, None) is text]
-    small = shrunk(hf_config, EngineConfig(), _VOCABULARY)
+    small = shrink_model(hf_config, EngineConfig(), _VOCABULARY)
     setattr(whole, key, small)
     for name, value in list(vars(whole).items()):
         if name.endswith(_PLACEHOLDERS) and isinstance(value, int):

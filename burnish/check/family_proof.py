@@ -44,7 +44,7 @@ from burnish.check.generation import (
 from burnish.check.plain_model import Difference, difference
 from burnish.check.precision import of_rounding, require_attention
 from burnish.check.proof import GREEDY, PLAIN
-from burnish.check.small_model import shrunk
+from burnish.check.small_model import shrink_model
 from burnish.config.schema import EngineConfig, LoraConfig
 from burnish.distributed.environment import RankPlace
 from burnish.distributed.layout import Layout
@@ -155,7 +155,7 @@ def small_material(
     with torch.device("meta"):
         model = build_on_meta(hf_config)  # raises its own error if the model cannot be built
         try:
-            config = shrunk(hf_config, engine, _VOCABULARY)
+            config = shrink_model(hf_config, engine, _VOCABULARY)
             parameters = plain_model(config).num_parameters()
         except UsageError as error:  # the family allows other sizes than the small model's
             raise _unchecked(hf_config, error.have, "a small one that can be built") from error

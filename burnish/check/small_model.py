@@ -9,8 +9,8 @@ from __future__ import annotations
 import copy
 import math
 import re
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -63,22 +63,24 @@ _STATE_HEADS = (
 """Fields of Mamba layers: number of heads, their width, number of groups."""
 _LAST_LAYERS = "num_kv_shared_layers"
 """The field that says how many layers at the end differ from earlier layers."""
+_NUMBERING = ("_layers", "_idxs", "_layer_ids")
+"""Endings of the names of fields that list layers by number."""
 _PERIOD = re.compile(r"(interval|period|frequency|layer_step)$")
 
 
-def shrunk(
-    hf_config: PretrainedConfig, engine: EngineConfig, vocabulary: int | None = None
+def shrink_model(
+    hf_config: PretrainedConfig, engine: EngineConfig, vocabulary: int
 ) -> PretrainedConfig:
-    """Return a copy with narrow heads, as small as the ranks of a layout can share.
+    """Return a copy with `vocabulary` tokens and narrow heads, as small as the ranks of a layout can share.
 
     If the whole model has as many, it has three key heads, three layers of each kind, four layers and four experts, each a multiple of
     the ranks that divide it. Where the configuration has a `head_dim`, it differs from the hidden size of each head, unless the family's
     code wants them equal.
     """
-    apart = _shrunk(hf_config, engine, vocabulary, apart=True)
+    apart = _shrunken(hf_config, engine, vocabulary, apart=True)
     if _has_equal_widths(apart) or not _has_equal_widths(hf_config) or _computes(apart):
         return apart
-    return _shrunk(hf_config, engine, vocabulary, apart=False)
+    return _shrunken(hf_config, engine, vocabulary, apart=False)
 
 
 def _has_equal_widths(hf_config: PretrainedConfig) -> bool:
@@ -99,8 +101,8 @@ def _computes(hf_config: PretrainedConfig) -> bool:
     return all(module.in_features == wide for module in outputs if isinstance(module, nn.Linear))
 
 
-def _shrunk(
-    hf_config: PretrainedConfig, engine: EngineConfig, vocabulary: int | None, *, apart: bool
+def _shrunken(
+    hf_config: PretrainedConfig, engine: EngineConfig, vocabulary: int, *, apart: bool
 ) -> PretrainedConfig:
     config = copy.deepcopy(hf_config)
     text = config.get_text_config()
@@ -113,9 +115,9 @@ def _shrunk(
         text.qk_head_dim = _ROTARY + 16
     for each in {id(each): each for each in (config, text)}.values():
         for name, value in list(vars(each).items()):
-            if vocabulary and name.endswith("_token_id") and value is not None:
+            if name.endswith("_token_id") and value is not None:
                 setattr(each, name, None if name.startswith("eos") else 0)
-            elif vocabulary and name.startswith("vocab_size") and value:
+            elif name.startswith("vocab_size") and value:
                 setattr(each, name, vocabulary)
             elif (lower := _lowered(name, value, tensor, engine.expert_parallel)) != value:
                 setattr(each, name, lower)
@@ -149,58 +151,95 @@ def _is_size(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _cut_layers(text: PretrainedConfig, stages: int) -> dict[int, dict[str, Any]]:
-    """Keep the first three layers of every kind, at least four layers, and a multiple of the stages.
+class _LayerFields(NamedTuple):
+    """The fields of a configuration in which its layers differ, by name."""
 
-    Return the overrides of single layers, which are removed from the configuration.
+    values: dict[str, list[Any]]
+    """A value for each layer (`layer_types`)."""
+    numbers: dict[str, list[int]]
+    """The numbers of some layers (`mlp_only_layers`)."""
+    starts: dict[str, int]
+    """The layer from which on layers differ from those before it (`first_k_dense_replace`)."""
+
+    @classmethod
+    def of(cls, fields: Mapping[str, Any], layers: int) -> _LayerFields:
+        values: dict[str, list[Any]] = {}
+        numbers: dict[str, list[int]] = {}
+        for name, value in fields.items():
+            if not isinstance(value, list | tuple) or not value:
+                continue
+            if name.endswith(_NUMBERING) and _is_numbering(value, layers):
+                numbers[name] = list(value)
+            elif len(value) == layers:
+                values[name] = list(value)
+        starts = {name: fields[name] for name in _FIRST_LAYERS if _is_size(fields.get(name))}
+        if fields.get(_LAST_LAYERS):
+            starts[_LAST_LAYERS] = layers - fields[_LAST_LAYERS]
+        return cls(values, numbers, starts)
+
+    def kind(self, layer: int) -> tuple[Any, ...]:
+        """Return what these fields say of a layer."""
+        return (
+            *(repr(value[layer]) for value in self.values.values()),
+            *(layer in numbers for numbers in self.numbers.values()),
+            *(layer >= start for start in self.starts.values()),
+        )
+
+    def keep(self, text: PretrainedConfig, kept: Sequence[int]) -> None:
+        """Set the fields for a model that has only the `kept` layers."""
+        for name, value in self.values.items():
+            setattr(text, name, [value[layer] for layer in kept])
+        for name, numbers in self.numbers.items():
+            setattr(text, name, [new for new, layer in enumerate(kept) if layer in numbers])
+        for name, start in self.starts.items():
+            before = sum(layer < start for layer in kept)
+            setattr(text, name, len(kept) - before if name == _LAST_LAYERS else before)
+
+
+def _cut_layers(text: PretrainedConfig, stages: int) -> dict[int, dict[str, Any]]:
+    """Keep the first layers of every kind, at least four layers, and a multiple of the stages.
+
+    Return the overrides of single layers, by their new number. They are removed from the configuration.
     """
     fields: dict[str, Any] = dict(vars(text))
-    own: int = getattr(text, "num_hidden_layers", None) or 0
+    layers: int = getattr(text, "num_hidden_layers", None) or 0
     special = vars(text).pop("_heterogeneity_spec", None)
     overrides = special.per_layer_overrides if special else {}
-    lists = {n: list(v) for n, v in fields.items() if isinstance(v, list | tuple) and v}
-    numbers = {n: v for n, v in lists.items() if _is_numbering(v, own) and n.endswith(_NUMBERING)}
-    values = {n: v for n, v in lists.items() if len(v) == own and n not in numbers}
-    starts = {n: fields[n] for n in _FIRST_LAYERS if _is_size(fields.get(n))}
-    if fields.get(_LAST_LAYERS):
-        starts[_LAST_LAYERS] = own - fields[_LAST_LAYERS]
+    of_layers = _LayerFields.of(fields, layers)
     mixtures = set(layers_with_experts(fields))
     kinds: dict[Any, list[int]] = {}
-    for index in range(own):
-        listed = [repr(each[index]) for each in values.values()]
-        named = [index in each for each in numbers.values()]
-        behind = [index >= start for start in starts.values()]
-        kind = (*listed, *named, *behind, repr(overrides.get(index)), index in mixtures)
-        kinds.setdefault(kind, []).append(index)
-    periods = [v for n, v in fields.items() if _PERIOD.search(n) and _is_size(v) and not values]
-    alike = _ALIKE if _ALIKE * len(kinds) <= _MANY_LAYERS else _ALIKE - 1
-    chosen = [index for of_kind in kinds.values() for index in of_kind[:alike]]
-    others = [index for index in range(own) if index not in chosen]
-    count = -(-max(_LAYERS, len(chosen), *periods) // stages) * stages
-    kept = sorted([*chosen, *others[: max(0, count - len(chosen))]])
-    if own:
+    for layer in range(layers):
+        kind = (of_layers.kind(layer), repr(overrides.get(layer)), layer in mixtures)
+        kinds.setdefault(kind, []).append(layer)
+    least = _LAYERS
+    if (
+        not of_layers.values
+    ):  # such as "every sixth layer differs": the code counts, and no list shows the kinds
+        periods = [v for name, v in fields.items() if _PERIOD.search(name) and _is_size(v)]
+        least = max([least, *periods])
+    kept = _kept_layers(list(kinds.values()), least, stages)
+    if layers:
         text.num_hidden_layers = len(kept)
-    for name, each in values.items():
-        setattr(text, name, [each[index] for index in kept])
-    for name, each in numbers.items():
-        setattr(text, name, [at for at, index in enumerate(kept) if index in each])
-    for name, start in starts.items():
-        before = sum(index < start for index in kept)
-        setattr(text, name, len(kept) - before if name == _LAST_LAYERS else before)
-    if "decoder_sparse_step" in fields:
-        text.mlp_only_layers = [at for at, index in enumerate(kept) if index not in mixtures]
+    of_layers.keep(text, kept)
+    if "decoder_sparse_step" in fields:  # a period would count the kept layers
+        text.mlp_only_layers = [new for new, layer in enumerate(kept) if layer not in mixtures]
         text.decoder_sparse_step = 1
     if _is_size(fields.get("moe_layer_end_index")):
         text.moe_layer_end_index = len(kept) - 1
-    return {at: overrides[index] for at, index in enumerate(kept) if index in overrides}
+    return {new: overrides[layer] for new, layer in enumerate(kept) if layer in overrides}
 
 
-_NUMBERING = ("_layers", "_idxs", "_layer_ids")
-"""Endings of the names of fields that list layers by number."""
+def _kept_layers(kinds: Sequence[Sequence[int]], least: int, stages: int) -> list[int]:
+    """Return layers in order: the first of each kind, and the first others up to `least` and a multiple of the stages."""
+    of_each = _ALIKE if _ALIKE * len(kinds) <= _MANY_LAYERS else _ALIKE - 1
+    chosen = [layer for of_kind in kinds for layer in of_kind[:of_each]]
+    others = sorted(layer for of_kind in kinds for layer in of_kind[of_each:])
+    count = -(-max(least, len(chosen)) // stages) * stages
+    return sorted([*chosen, *others[: max(0, count - len(chosen))]])
 
 
-def _is_numbering(values: list[Any], layers: int) -> bool:
-    rising = all(map(_is_size, values)) and sorted(set(values)) == values
+def _is_numbering(values: Sequence[Any], layers: int) -> bool:
+    rising = all(map(_is_size, values)) and sorted(set(values)) == list(values)
     return rising and values[-1] < layers
 
 

@@ -17,7 +17,7 @@ from support.models.tokenizers import char_tokenizer, save_char_tokenizer
 from support.runs.training_files import done, make_files, metrics, rollouts
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from burnish.check.small_model import shrunk
+from burnish.check.small_model import shrink_model
 from burnish.config.schema import EngineConfig
 
 STEP = "checkpoints/step-00000001/model"
@@ -31,7 +31,7 @@ TOLERANCE = {"fp32": 2e-4, "bf16": 0.1}
 
 def small(kind: str) -> PretrainedConfig:
     tokenizer = char_tokenizer()
-    config = shrunk(listed_config(kind), EngineConfig(), len(tokenizer))
+    config = shrink_model(listed_config(kind), EngineConfig(), len(tokenizer))
     for each in (config, config.get_text_config()):
         each.eos_token_id, each.pad_token_id = tokenizer.eos_token_id, tokenizer.pad_token_id
     return config
