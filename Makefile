@@ -25,11 +25,11 @@ test: $(STAMP)
 # What asks most of other packages, for the oldest of them.
 VERSIONS := $(addprefix tests/,config/test_keys.py data/test_sources.py data/test_columns.py files/test_hub.py \
 	models/test_attention.py models/test_loading.py engines/test_torch_engine.py engines/megatron/test_layers.py \
-	train/test_training.py tracking check/test_machine.py)
+	methods/test_training.py tracking check/test_machine.py)
 
 # What is slow and far from training, and more examples of what Hypothesis draws. Run it before an issue ends, and while you work the
 # parts that your change touches: `make nightly-PART`. tests/support/parts.py says which files each has.
-PARTS := units commands models listed engines megatron layouts rollout runs served checkpoints kills gpu trackers vllm ray
+PARTS := units commands models listed engines megatron layouts rollout runs methods served checkpoints kills gpu trackers vllm ray
 NIGHTLY := $(addprefix nightly-,$(PARTS))
 PART = files=$$($(BIN)/python tests/support/parts.py $*) && $(subst $(VENV),$(ENVIRONMENT),$(PYTEST)) $$files
 ENVIRONMENT := $(VENV)

@@ -3,7 +3,7 @@
 Each row damages a copy of one sound step. `burnish ckpt verify` says so and ends with the code, and
 resuming ends with the same before the engine is asked to load anything; only what is in the data of a
 tensor is found while that is read. What is wrong with a sound step for a certain run is in
-`tests/train/test_refusals.py`.
+`tests/runs/test_refusals.py`.
 """
 
 from __future__ import annotations

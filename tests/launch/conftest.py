@@ -1,10 +1,3 @@
-from __future__ import annotations
+from support.runs.fixtures import work
 
-import pytest
-from support.runs.training_files import make_files
-
-
-@pytest.fixture(scope="module")
-def work(tmp_path_factory):
-    """A directory with data and configurations, in which a module's tests give their runs names."""
-    return make_files(tmp_path_factory.mktemp("work"))
+__all__ = ["work"]

@@ -1,0 +1,3 @@
+from support.runs.fixtures import known_speed, work
+
+__all__ = ["known_speed", "work"]
