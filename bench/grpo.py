@@ -14,7 +14,7 @@ process that has waited is cold, which it is not in training. Ratios are medians
 rounds of TRL's seconds over ours in the same round. On a machine that others use at the same time,
 `--threads 1 --clock cpu` compares the processor time of the processes.
 
-Our step has the parts of `burnish.methods.rl` without the run around it (metrics files, checkpoints), just as
+Our step has the parts of `burnish.methods.parts.online_training` without the run around it (metrics files, checkpoints), just as
 TRL's is timed without its logging.
 """
 

@@ -27,7 +27,7 @@ from burnish.runs.setup import example_dataset, lay_foundation, make_engine
 
 
 class Sft:
-    """The parts of `burnish.methods.sft`, and one step with them."""
+    """The parts of `burnish.methods.parts.offline_training`, and one step with them."""
 
     def __init__(self, config: RunConfig, layout: Layout, device: torch.device) -> None:
         self._config, self._layout, self._device = config, layout, device

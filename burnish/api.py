@@ -189,7 +189,11 @@ def run_command(
         from burnish.runs.download_inputs import local_inputs
 
         training = import_module(
-            f"burnish.methods.{'evaluation' if command == 'eval' else command}"
+            {
+                "sft": "burnish.methods.parts.offline_training",
+                "rl": "burnish.methods.parts.online_training",
+                "eval": "burnish.methods.parts.validation",
+            }[command]
         )
     if command == "eval":
         step = None

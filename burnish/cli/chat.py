@@ -19,9 +19,9 @@ from burnish.data.chat import ChatEncoder
 from burnish.data.tokenizer import completion_decoder
 from burnish.distributed.layout import Layout
 from burnish.distributed.processes import launch
-from burnish.methods.evaluation import newest_model
 from burnish.methods.parts.generators import builtin_generator
 from burnish.methods.parts.rollouts import sampling
+from burnish.methods.parts.validation import newest_model
 from burnish.models.meta_init import longest_sequence
 from burnish.records import Request
 from burnish.rollout.builtin.generator import BuiltinGenerator

@@ -23,7 +23,7 @@ from burnish.distributed.layout import Layout
 from burnish.errors import BurnishError, UsageError, together
 from burnish.extend import GENERATORS
 from burnish.files.hub import is_elsewhere
-from burnish.methods.evaluation import newest_model
+from burnish.methods.parts.validation import newest_model
 from burnish.methods.parts.critic import critic_foundation
 from burnish.methods.parts.judges import read_judge
 from burnish.rewards.pool import RewardPool

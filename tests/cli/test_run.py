@@ -136,7 +136,7 @@ def test_what_a_user_may_want_to_know_is_said_before_anything_begins(
     assert main([*argv, "--dry-run"]) == 0
     said = "algorithm.policy_loss gspo is its paper's objective with algorithm.aggregation sequence_mean"
     assert capsys.readouterr().out.count(f"\nnote: {said}") == 1
-    monkeypatch.setattr("burnish.methods.rl.train", lambda *given: None)
+    monkeypatch.setattr("burnish.methods.parts.online_training.train", lambda *given: None)
     assert main(argv) == 0
     assert [record.getMessage() for record in caplog.records if said in record.getMessage()]
 
@@ -391,11 +391,13 @@ def test_each_command_starts_its_trainer(
 
         monkeypatch.setattr(f"burnish.{function}", start)
 
-    stand_in("methods.sft.train", None)
-    stand_in("methods.rl.train", None)
-    stand_in("methods.evaluation.evaluate", {"val/reward/mean": 0.5, "val/n": 12.0})
+    stand_in("methods.parts.offline_training.train", None)
+    stand_in("methods.parts.online_training.train", None)
+    stand_in("methods.parts.validation.evaluate", {"val/reward/mean": 0.5, "val/n": 12.0})
     model, step = ModelConfig(path="./newest"), object()
-    monkeypatch.setattr("burnish.methods.evaluation.newest_model", lambda *given: (model, step))
+    monkeypatch.setattr(
+        "burnish.methods.parts.validation.newest_model", lambda *given: (model, step)
+    )
     directory = begin_run(work)
     for command in ("sft", "rl"):
         assert main([command, "c.yaml", "steps=5"]) == 0
@@ -408,9 +410,9 @@ def test_each_command_starts_its_trainer(
     decided = config.engine.model_copy(update={"precision": started[0][1].engine.precision})
     config = config.model_copy(update={"engine": decided})
     assert [given[:3] for given in started[:3]] == [
-        ("methods.sft.train", config, config),
-        ("methods.rl.train", config, config),
-        ("methods.evaluation.evaluate", config, config),
+        ("methods.parts.offline_training.train", config, config),
+        ("methods.parts.online_training.train", config, config),
+        ("methods.parts.validation.evaluate", config, config),
     ]
     assert started[2][3:5] == (None, config.directory)
     (_, evaluated, _, *given) = started[3]

@@ -101,15 +101,15 @@ def test_killed_at_chosen_moments(work, in_peace, kind):
 
 STOPS = {
     "sft": [
-        ("burnish.methods.sft:lay_foundation", 1),
-        ("burnish.methods.evaluation:reduce_stats", 1),
+        ("burnish.methods.parts.offline_training:lay_foundation", 1),
+        ("burnish.methods.parts.validation:reduce_stats", 1),
         (f"{ENGINE}.forward_backward", 2),
-        ("burnish.methods.evaluation:reduce_stats", 1),
+        ("burnish.methods.parts.validation:reduce_stats", 1),
         ("burnish.checkpoint.save:Saver._commit", 1),
         (f"{ENGINE}.optim_step", 2),
     ],
     "rl": [
-        ("burnish.methods.rl:lay_foundation", 1),
+        ("burnish.methods.parts.online_training:lay_foundation", 1),
         ("burnish.rewards.pool:RewardPool.score", 1),
         ("burnish.methods.parts.rollouts:GroupSampler.sample", 2),
         (f"{ENGINE}.forward_backward", 1),

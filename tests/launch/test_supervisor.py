@@ -22,14 +22,14 @@ from burnish.launch.supervisor import Supervisor
 
 ARGV = ["rl", "rl.yaml", "checkpoint.save_every=1", "evaluation.every=0"]
 UPDATE, ROLLOUT, SETUP = (
-    "burnish.methods.rl:policy_stats",
-    "burnish.methods.rl:RolloutQueue.take",
-    "burnish.methods.rl:make_collector",
+    "burnish.methods.parts.online_training:policy_stats",
+    "burnish.methods.parts.online_training:RolloutQueue.take",
+    "burnish.methods.parts.online_training:make_collector",
 )
 SAVE = "burnish.runs.run:Run._committed"
 PLACES = (
     SETUP,
-    "burnish.methods.rl:RolloutQueue.publish",
+    "burnish.methods.parts.online_training:RolloutQueue.publish",
     ROLLOUT,
     "burnish.methods.parts.rollouts:Collector.collect",
     UPDATE,

@@ -11,7 +11,7 @@ import pytest
 from support.runs.collectors import Collected
 
 from burnish.config.schema import RunConfig
-from burnish.methods.evaluation import prompt_validation
+from burnish.methods.parts.validation import prompt_validation
 from burnish.records import Completion, Prompt, Rollout, StopReason
 from burnish.records.rollout_table import RolloutTable
 

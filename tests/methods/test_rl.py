@@ -366,6 +366,6 @@ def test_an_advantage_of_one_s_own_is_imported_once_and_before_the_model_is_load
     run_command("rl", RunConfig.model_validate(settings))
     assert log.read_text() == "import call call call "  # the first one is on made-up rollouts
     own.write_text("def counted(rollouts):\n    return rollouts.nothing\n")
-    monkeypatch.setattr("burnish.methods.rl.lay_foundation", None)
+    monkeypatch.setattr("burnish.methods.parts.online_training.lay_foundation", None)
     with pytest.raises(UsageError, match=r"algorithm\.advantage"):
         run_command("rl", RunConfig.model_validate({**settings, "name": "refused"}))

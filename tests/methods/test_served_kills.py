@@ -236,7 +236,7 @@ def test_a_signal_in_an_update_saves_what_the_next_step_needs(work: Path, place:
     for name in ("update_in_peace", "update_stopped"):
         config = written(work, f"{name}_{place}", settings, place=place, ahead=1)
         if name == "update_stopped":
-            at = At("burnish.methods.rl:policy_stats", 2, signal.SIGTERM)
+            at = At("burnish.methods.parts.online_training:policy_stats", 2, signal.SIGTERM)
             code, said = burnish(work, "rl", config, at=at)
             assert code == 128 + signal.SIGTERM, said
         code, said = burnish(work, "rl", config)

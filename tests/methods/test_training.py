@@ -30,7 +30,7 @@ from support.runs.training_files import (
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from burnish import sft
-from burnish.methods.evaluation import _next_directory
+from burnish.methods.parts.validation import _next_directory
 from burnish.runs.run import Run
 from burnish.tracking.rollouts import rollouts_path
 from burnish.tracking.stats import Stats

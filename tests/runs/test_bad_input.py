@@ -77,13 +77,13 @@ def test_mistakes_end_the_run(work, command, overrides, code, facts):
     assert not list((work / "runs/mistake").glob("checkpoints/step-*"))
 
 
-@pytest.mark.parametrize(("command", "module"), [("rl", "rl"), ("eval", "setup")])
+@pytest.mark.parametrize(("command", "module"), [("rl", "methods.parts.online_training"), ("eval", "runs.setup")])
 def test_held_out_data_without_a_column_are_refused_before_the_model_is_loaded(
     work, command, module
 ):
     code, output = burnish(
         work, command, "rl.yaml", "name=lacks", LEVEL, "data.train=[level.jsonl]", "data.validation=[no_level.jsonl]",
-        at=At(f"burnish.methods.{module}:make_engine", 1, signal.SIGKILL),
+        at=At(f"burnish.{module}:make_engine", 1, signal.SIGKILL),
     )  # fmt: skip
     assert code == 5, output
     assert "needs_level" in output

@@ -34,7 +34,7 @@ def new_machine(work):
 def test_another_machine_goes_on_as_if_nothing_had_been(work):
     peace = outcome(done(work, *SFT, "name=peace"))
     argv = [*SFT, "name=moved", f"checkpoint.mirror=file://{work}/far"]
-    at = At("burnish.methods.sft:make_batch", 4, signal.SIGTERM)
+    at = At("burnish.methods.parts.offline_training:make_batch", 4, signal.SIGTERM)
     code, said = burnish(work, *argv, at=at)
     assert code == 143, said
     stopped = max(far(work, "moved"))

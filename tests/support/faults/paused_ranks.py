@@ -22,10 +22,10 @@ class PausedRank:
         self.rank, self._directory = rank, work / f"paused-{name}"
         self._directory.mkdir()
         places = {
-            "setup": ("burnish.methods.rl:make_collector", 1),
+            "setup": ("burnish.methods.parts.online_training:make_collector", 1),
             "rollout": ("burnish.rollout.builtin.generator:Decoding._step", 6),
             "reward": ("burnish.rewards.signature:call", 3),
-            "update": ("burnish.methods.rl:policy_stats", 2),
+            "update": ("burnish.methods.parts.online_training:policy_stats", 2),
             "save": ("burnish.checkpoint.save:BlockWriter.write", 2),
             # The setup publishes too.
             "publish": ("burnish.rollout.builtin.forward:InferenceModel.load", 3),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from importlib import import_module
 
 import torch
 
@@ -36,9 +37,8 @@ def train(config: RunConfig, local: RunConfig, layout: Layout, device: torch.dev
     size = config.batch.examples
     with open_run(config, "sft", layout, device) as session:
         with session.progress.phase("setup", 3) as bar:
-            from burnish.runs import model_card
-
-            card = model_card.model_card("sft", config.model, config.data, config.model_dump())
+            cards = import_module("burnish.runs.model_card")
+            card = cards.model_card("sft", config.model, config.data, config.model_dump())
             foundation = lay_foundation(local, layout, device, given=config.model, card=card)
             bar.advance()
             examples_of = partial(example_dataset, foundation, progress=session.progress)
@@ -53,8 +53,7 @@ def train(config: RunConfig, local: RunConfig, layout: Layout, device: torch.dev
             loader.state = run.state.cursor
             validate: Validation | None = None
             if local.data.validation:
-                from burnish.methods import evaluation
-
+                evaluation = import_module("burnish.methods.parts.validation")
                 validate = evaluation.example_validation(
                     foundation, engine, session.stopper.check_all, session.progress
                 )

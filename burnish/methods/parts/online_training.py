@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from functools import partial
+from importlib import import_module
 
 import torch
 
@@ -54,9 +55,8 @@ def train(config: RunConfig, local: RunConfig, layout: Layout, device: torch.dev
         advantage = load_advantage(config.algorithm.advantage)
         loss = policy_loss_fn(config.algorithm, config.rollout.max_response_length)
         with progress.phase("setup", 4) as bar:
-            from burnish.runs import model_card
-
-            card = model_card.model_card("rl", config.model, config.data, config.model_dump())
+            cards = import_module("burnish.runs.model_card")
+            card = cards.model_card("rl", config.model, config.data, config.model_dump())
             foundation = lay_foundation(local, layout, device, given=config.model, card=card)
             bar.advance()
             prompts = partial(prompt_dataset, foundation, pool=pool, progress=progress)
@@ -82,9 +82,8 @@ def train(config: RunConfig, local: RunConfig, layout: Layout, device: torch.dev
                 collector = replace(collector, offloads=engines)
             waiting = config.critic.warmup_steps
             version = weights_version(run.state.step, waiting)
-            from burnish.methods.parts.guard import Guard
-
-            check = Guard(update, collector.generator, dataset, layout, version).check
+            guard = import_module("burnish.methods.parts.guard").Guard
+            check = guard(update, collector.generator, dataset, layout, version).check
             sampler = GroupSampler(config, collector, dataset, loader)
             queue = stack.enter_context(closing(RolloutQueue(sampler, total, check)))
             queue.restore(run.pending, run.partial)
@@ -93,8 +92,7 @@ def train(config: RunConfig, local: RunConfig, layout: Layout, device: torch.dev
             kl_coef = kl.coef if run.state.kl_coef is None else run.state.kl_coef
             validate: Validation | None = None
             if held_out:
-                from burnish.methods import evaluation
-
+                evaluation = import_module("burnish.methods.parts.validation")
                 validate = evaluation.prompt_validation(foundation, collector, held_out, queue.idle)
             bar.advance()
         policy, critic = update.engine, update.critic
@@ -153,17 +151,14 @@ def _models(
     learners: dict[str, Learner] = {MAIN: Learner(engine, foundation)}
     critic = None
     if config.algorithm.advantage == "gae":
-        from burnish.methods.parts.critic import Critic
-
-        made = Critic.make
+        made = import_module("burnish.methods.parts.critic").Critic.make
         critic = made(foundation, total_steps, engine)
         learners[CRITIC] = critic
     run = Run(session, learners, fingerprints, total_steps)
     judge: Judge | None = None
     if config.reward.models:
-        from burnish.methods.parts import judges
-
-        judge = judges.load_judge(foundation, engine)
+        reward_models = import_module("burnish.methods.parts.judges")
+        judge = reward_models.load_judge(foundation, engine)
     engines = [each.engine for each in learners.values()]
     reference = None
     if config.algorithm.kl.coef > 0:
