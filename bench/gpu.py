@@ -50,6 +50,7 @@ from burnish.distributed.device import current_device, peak_flops, peak_memory, 
 from burnish.distributed.layout import Layout
 from burnish.distributed.processes import launch
 from burnish.families import ModelShape
+from burnish.methods.table import METHODS
 from burnish.models.flops import Passed
 from burnish.models.meta_init import count_flops
 from burnish.plan.devices import parse_devices
@@ -306,7 +307,7 @@ def _planned(
 ) -> Iterator[Row]:
     """Yield the bytes of each phase beside those of the plan."""
     shape = ModelShape.of(model_config(size))
-    plan, _ = Planner(shape, config, command, parse_devices(_DEVICES)).as_configured()
+    plan, _ = Planner(shape, config, METHODS[command], parse_devices(_DEVICES)).as_configured()
     assert plan is not None
     phases = plan.phases
     for phase, peak in peaks.items():

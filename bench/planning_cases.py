@@ -10,6 +10,7 @@ import numpy as np
 
 from burnish.config.schema import RunConfig
 from burnish.families import ModelShape
+from burnish.methods.table import METHODS
 from burnish.plan.devices import parse_devices
 from burnish.plan.layout_search import Planner
 
@@ -153,7 +154,9 @@ class Case:
         name = "H100" if self.size else "CPU"
         devices = parse_devices(f"{self.processes}x{name}")
         devices = replace(devices, shared_cache=shared_cache and devices.cpu)
-        plan, refused = Planner(ModelShape.of(fresh), config, self.command, devices).as_configured()
+        plan, refused = Planner(
+            ModelShape.of(fresh), config, METHODS[self.command], devices
+        ).as_configured()
         if plan is None:
             raise AssertionError(f"{self} cannot be planned") from refused
         phases = plan.phases.items()

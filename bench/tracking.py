@@ -34,9 +34,10 @@ import yaml
 import burnish.runs.run
 from bench.machine import Result, command_line, ratio, report
 from bench.peers import CLOCKS, Clock
-from burnish.api import run_command
+from burnish.api import run_method
 from burnish.config.load import load_settings
 from burnish.config.schema import TrackingConfig
+from burnish.methods.table import METHODS
 from burnish.tracking.rundir import RunDirectory
 from burnish.tracking.trackers import BackgroundTracker, Observers
 
@@ -228,7 +229,7 @@ def main() -> None:
         write_tokenizer(Path("runs/demo/tokenizer"))
         write_data(Path("runs/demo"))
         steps = 2 * STEPS * (arguments.rounds + 1)
-        run_command("rl", load_settings(settings_of(endpoint, steps), {}))
+        run_method(METHODS["rl"], load_settings(settings_of(endpoint, steps), {}))
     on, off = found["on"][1:], found["off"][1:]
     name = "tracking/a step of the demo with all trackers"
     result = Result(name, median(on), median(off), None, "s per step", ratio(off, on), GOAL)

@@ -5,9 +5,19 @@ Each name, and torch with it, is imported on first use.
 
 from burnish.version import __version__
 
-_OF_API = ("Result", "evaluate", "load_config", "rl", "sft")
+_OF_API = ("Result", "evaluate", "load_config", "rl", "run", "sft")
 
-__all__ = [*_OF_API, "BurnishError", "Engine", "Generator", "Tracker", "__version__"]
+__all__ = [
+    *_OF_API,
+    "BurnishError",
+    "Engine",
+    "Generator",
+    "Method",
+    "OfflineMethod",
+    "Section",
+    "Tracker",
+    "__version__",
+]
 
 
 def __getattr__(name: str) -> object:
@@ -27,6 +37,18 @@ def __getattr__(name: str) -> object:
         from burnish.rollout.base import Generator
 
         return Generator
+    if name == "Method":
+        from burnish.method import Method
+
+        return Method
+    if name == "OfflineMethod":
+        from burnish.methods.offline import OfflineMethod
+
+        return OfflineMethod
+    if name == "Section":
+        from burnish.config.schema import Section
+
+        return Section
     if name == "Tracker":
         from burnish.tracking.trackers import Tracker
 

@@ -2,9 +2,13 @@ from burnish.api import Result as Result
 from burnish.api import evaluate as evaluate
 from burnish.api import load_config as load_config
 from burnish.api import rl as rl
+from burnish.api import run as run
 from burnish.api import sft as sft
+from burnish.config.schema import Section as Section
 from burnish.engines.base import Engine as Engine
 from burnish.errors import BurnishError as BurnishError
+from burnish.method import Method as Method
+from burnish.methods.offline import OfflineMethod as OfflineMethod
 from burnish.rollout.base import Generator as Generator
 from burnish.tracking.trackers import Tracker as Tracker
 

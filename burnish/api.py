@@ -13,13 +13,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from importlib import import_module
 from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from burnish.checkpoint.steps import newest
-from burnish.config.constraints import Command, check, notices
 from burnish.config.document import recorded
 from burnish.config.load import load_settings
 from burnish.config.resume import RunIdentity
@@ -31,6 +29,11 @@ from burnish.files.hub import HubPlace
 from burnish.files.safetensors import ADAPTER_CONFIG
 from burnish.functions import name_of
 from burnish.launch.failures import forget_failures, note_failure, refuse_failing_alike
+from burnish.method import Method
+from burnish.methods.evaluation import Evaluation
+from burnish.methods.rl import RL
+from burnish.methods.sft import SFT
+from burnish.methods.table import METHODS, load_method
 from burnish.runs.hub_revisions import at_newest_steps, beginning, hub_entries, is_model, pin
 from burnish.runs.preflight import require_inputs
 from burnish.runs.run_directory import make_way, recorded_config, require_own_directory
@@ -92,9 +95,7 @@ def _loaded(config: Config, settings: Mapping[str, Any]) -> RunConfig:
 
 def sft(config: Config, **settings: Any) -> Result:
     """Fine-tune on examples. An interrupted run continues from its newest checkpoint."""
-    loaded = _loaded(config, settings)
-    run_command("sft", loaded)
-    return Result(loaded.directory.absolute())
+    return run(SFT.name, config, **settings)
 
 
 def rl(config: Config, reward: Rewards = None, **settings: Any) -> Result:
@@ -103,8 +104,18 @@ def rl(config: Config, reward: Rewards = None, **settings: Any) -> Result:
     `reward` is a Python function, its name such as "rewards.py:correct", or several, in place of `reward.functions`; a
     mapping sets the section `reward`.
     """
-    loaded = _loaded(config, _with_reward(settings, reward))
-    run_command("rl", loaded)
+    return run(RL.name, config, **_with_reward(settings, reward))
+
+
+def run(method: str | type[Method], config: Config, **settings: Any) -> Result:
+    """Train with a method: a built-in one's name, `file.py:Class`, or your own subclass of `burnish.Method`."""
+    found = load_method(method if isinstance(method, str) else name_of(method))
+    if not found.trains:
+        raise UsageError(
+            f"{found.name} trains nothing", do="call burnish.evaluate, which returns its numbers"
+        )
+    loaded = found.named(_loaded(config, settings))
+    run_method(found, loaded)
     return Result(loaded.directory.absolute())
 
 
@@ -113,12 +124,14 @@ def evaluate(config: Config, reward: Rewards = None, **settings: Any) -> dict[st
 
     `config` may be a run, or a model: a directory or a hub's id.
     """
-    run = None
+    run_dir = None
     if isinstance(config, str | os.PathLike):
         place = os.fspath(config)
-        file, run = config_at(place)
+        file, run_dir = config_at(place)
         config = file or {"model": {"path": place}}
-    return run_command("eval", _loaded(config, _with_reward(settings, reward)), run)
+    method = METHODS[Evaluation.name]
+    loaded = method.named(_loaded(config, _with_reward(settings, reward)))
+    return dict(run_method(method, loaded, run_dir))
 
 
 def config_at(place: str) -> tuple[RunConfig | Path | None, Path | None]:
@@ -156,80 +169,56 @@ def _one_run() -> Iterator[None]:
 
 
 @_one_run()
-def run_command(
-    command: Command, config: RunConfig, run_dir: Path | None = None
-) -> dict[str, float]:
-    """Check a command, then run it. Return the numbers of an evaluation."""
+def run_method(
+    method: Method, config: RunConfig, run_dir: Path | None = None
+) -> Mapping[str, float]:
+    """Check a configuration, then run it. Return the numbers of a measurement."""
     die_with_agent(os.environ)
     place = place_of(os.environ)
     layout, logs = place.layout, RunDirectory(config.directory).logs
-    if command != "eval" and config.distributed.min_processes is not None:
+    if method.trains and config.distributed.min_processes is not None:
         from burnish.launch.elastic import adapted, planner_of
 
-        planner = partial(planner_of, config, command)
+        planner = partial(planner_of, config, method)
         engine = adapted(planner, config.engine, layout)
         config = config.model_copy(update={"engine": engine})
-    config, remarks = prepare(config, command, layout.world, run_dir)
-    if layout.is_main and command != "eval":
+    config, remarks = prepare(config, method, layout.world, run_dir)
+    if layout.is_main and method.trains:
         if place.attempt:
             refuse_failing_alike(logs)
         else:
-            make_way(RunDirectory(config.directory), RunIdentity(command, config))
+            make_way(RunDirectory(config.directory), RunIdentity(method.name, config))
             forget_failures(logs)
     if layout.is_main:
-        said = summary(config, command, layout.world, run_dir, brief=True)
-        _log.info(
-            "%s\n%s", command if command == "eval" else f"{command}, run {config.run_name}", said
-        )
+        said = summary(config, method, layout.world, run_dir, brief=True)
+        title = f"{method.name}, run {config.run_name}" if method.trains else method.name
+        _log.info("%s\n%s", title, said)
         for remark in remarks:
             _log.warning("%s", remark)
         _log.info("loading torch and transformers")
     with Progress(layout.is_main and config.tracking.progress).phase("loading", lines=False):
         from burnish.distributed.processes import launch
-        from burnish.runs.download_inputs import local_inputs
 
-        training = import_module(
-            {
-                "sft": "burnish.methods.parts.offline_training",
-                "rl": "burnish.methods.parts.online_training",
-                "eval": "burnish.methods.parts.validation",
-            }[command]
-        )
-    if command == "eval":
-        step = None
-        if run_dir is not None:
-            model, step = training.newest_model(run_dir, config.model)
-            config = config.model_copy(update={"model": model})
-
-        root = run_dir or config.directory
-
-        def measure(layout: Layout, device: torch.device) -> dict[str, float]:
-            inputs = local_inputs(config, device, layout, trains=False)
-            return training.evaluate(*inputs, step, root, layout, device)
-
-        return launch(measure, config.distributed)
-
-    def train(layout: Layout, device: torch.device) -> None:
-        training.train(*local_inputs(config, device, layout), layout, device)
+    def start(layout: Layout, device: torch.device) -> Mapping[str, float]:
+        return method.run(config, layout, device, run_dir)
 
     try:
-        launch(train, config.distributed)
+        return launch(start, config.distributed)
     except Exception as error:
-        if layout.is_main and not isinstance(error, StoppedError):
+        if method.trains and layout.is_main and not isinstance(error, StoppedError):
             note_failure(logs, error)
         raise
-    return {}
 
 
 def prepare(
-    config: RunConfig, command: Command, world: int, run_dir: Path | None = None
+    config: RunConfig, method: Method, world: int, run_dir: Path | None = None
 ) -> tuple[RunConfig, list[str]]:
-    """Check that a command can run on `world` processes, without torch.
+    """Check that a method can run on `world` processes, without torch.
 
     Return the configuration, with runs replaced by their newest steps and, if `world` is 1, ids by commits of the hub, and remarks.
     """
-    check(config, command, world)
-    remarks = list(notices(config, command))
+    method.check(config, world)
+    remarks = list(method.notices(config))
     values = at_newest_steps(config.model_dump(), config.directory).model_dump()
     entries = [(section[key], kind) for section, key, kind, _ in hub_entries(values)]
     if ids := [text for text, kind in dict.fromkeys(entries) if HubPlace.of(text, kind)]:
@@ -237,15 +226,15 @@ def prepare(
     before = beginning(values, config.directory, config.mirror_url)
     pin(values, before, ask=False)
     config = RunConfig.model_validate(values)
-    require_inputs(config, command, run_dir)
+    require_inputs(config, method, run_dir)
     pin(values, before, ask=place_of(os.environ).layout.world == 1)
     config = RunConfig.model_validate(values)
-    if command != "eval":
+    if method.trains:
         if config.mirror_url is not None:
             from burnish.files.remote import Remote
 
             Remote(config.mirror_url).connect(writes=True)
-        require_own_directory(RunDirectory(config.directory), RunIdentity(command, config))
+        require_own_directory(RunDirectory(config.directory), RunIdentity(method.name, config))
     return config, remarks
 
 

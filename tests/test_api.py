@@ -102,7 +102,7 @@ def test_a_reward_has_its_weight_and_its_arguments(
     place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given = []
-    monkeypatch.setattr(burnish.api, "run_command", lambda command, config: given.append(config))
+    monkeypatch.setattr(burnish.api, "run_method", lambda method, config: given.append(config))
     weighed = {"function": noted, "weight": 0.5}
     for reward in ([partial(noted, k=2), weighed, "numeric"], noted, "numeric"):
         burnish.rl(RL, reward=reward)

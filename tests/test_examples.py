@@ -13,11 +13,11 @@ from support.models.chat_templates import HYBRID, tokenizer_of
 from torch.distributed.run import get_args_parser
 from transformers import AutoTokenizer
 
-from burnish.config.constraints import check
 from burnish.config.load import load_config
 from burnish.data.sources import load_rows
 from burnish.data.tasks import PromptDataset
 from burnish.functions import load_function
+from burnish.methods.table import METHODS
 from burnish.rewards.signature import BUILTINS
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
@@ -27,7 +27,7 @@ EXAMPLES = Path(__file__).parents[1] / "examples"
     "path", sorted(EXAMPLES.glob("*/*.yaml")), ids=lambda path: path.parent.name
 )
 def test_every_configuration_is_sound(path: Path) -> None:
-    check(load_config(path), "rl" if path.stem == "rl" else "sft")
+    METHODS["rl"].check(load_config(path) if path.stem == "rl" else "sft")
 
 
 def test_the_hubs_questions_are_asked_with_the_chat_template(tmp_path: Path) -> None:

@@ -13,11 +13,11 @@ import pytest
 from support.runs.training_files import At, burnish, done, make_files, metrics, outcome, ranks
 from support.services import shelf
 
-from burnish.config.constraints import check
 from burnish.config.load import load_config
 from burnish.errors import UsageError
 from burnish.extend import DESTINATIONS, ENGINES, GENERATORS, SOURCES, TRACKERS, Table, _lacking
 from burnish.functions import load_function
+from burnish.methods.table import METHODS
 
 SHELF = Path(str(shelf.__file__))
 TABLES: list[Table[Any]] = [ENGINES, GENERATORS, TRACKERS, SOURCES, DESTINATIONS]
@@ -245,10 +245,12 @@ def test_what_is_not_known_of_an_engine_is_not_refused(root: Path) -> None:
     own = ["engine.kind=mine.py:Noting", "rollout.engine=mine.py:Around"]
     settings = ["engine.pipeline_parallel=2", "optim.kind=muon", "rollout.tensor_parallel=2"]
     config = load_config(root / "rl.yaml", [*own, *settings])
-    check(config, "rl", None)
+    METHODS["rl"].check(config, None)
     for kind in ("torch", "megatron"):
         with pytest.raises(UsageError):
-            check(load_config(root / "rl.yaml", [f"engine.kind={kind}", *settings]), "rl", None)
+            METHODS["rl"].check(
+                load_config(root / "rl.yaml", [f"engine.kind={kind}", *settings]), None
+            )
 
 
 def test_a_run_with_ones_own_is_the_run_without(root: Path) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 from burnish.errors import UsageError, together
 from burnish.files.strict_json import clipped
 from burnish.functions import did_you_mean
+from burnish.methods.table import METHODS
 from burnish.version import __version__
 
 # More are a slip of the finger.
@@ -23,7 +24,8 @@ Burnish post-trains language models: supervised fine-tuning and reinforcement le
   burnish init sft|rl [MODEL] [DATA]         write a first configuration
   burnish sft CONFIG                         fine-tune a model on examples
   burnish rl CONFIG                          train a model with a reward: GRPO, PPO, ...
-  burnish submit sft|rl CONFIG               run sft or rl as a job of a Ray cluster
+  burnish run FILE.py:CLASS CONFIG           train with a method of your own
+  burnish submit sft|rl CONFIG               run a method as a job of a Ray cluster
   burnish serve CONFIG                       generate completions for a run elsewhere
   burnish eval RUN|MODEL|CONFIG              measure a model on held-out data
   burnish chat RUN|MODEL                     talk to a model in the terminal
@@ -66,32 +68,29 @@ _MOST_OPTIONS = 5
 DIFFERS = 6
 """Exit code of a comparison that finds a difference."""
 
+_METHOD = "CONFIG key=value --dry-run --devices --processes --ray"
+_MEASURE = "CONFIG|RUN_DIR|MODEL key=value --dry-run --json"
+_TRAINERS = tuple(name for name, method in METHODS.items() if method.trains)
 # Each command's function in `burnish.cli` ("" for a group), its arguments, and its description.
 _COMMANDS = {
     "init": (
         "init:init",
-        "sft|rl MODEL DATA",
+        "KIND MODEL DATA",
         "Write a first configuration into the working directory, and for rl a reward function. Without DATA, write sample rows too.",
     ),
-    "sft": (
+    **{
+        name: ("run:run", _METHOD if method.trains else _MEASURE, method.help)
+        for name, method in METHODS.items()
+    },
+    "run": (
         "run:run",
-        "CONFIG key=value --dry-run --devices --processes --ray",
-        "Fine-tune a model on examples. The same command again resumes the run.",
-    ),
-    "rl": (
-        "run:run",
-        "CONFIG key=value --dry-run --devices --processes --ray",
-        "Train a model by reinforcement learning. The same command again resumes the run.",
+        f"METHOD {_METHOD}",
+        "Train with a method of your own, a class that derives from burnish.Method. The same command again resumes the run.",
     ),
     "submit": (
         "launch:submit",
-        "sft|rl CONFIG key=value --address --processes",
+        "TRAINER CONFIG key=value --address --processes",
         "Submit a run to a Ray cluster as a job, and follow its output. All nodes must see this directory.",
-    ),
-    "eval": (
-        "run:run",
-        "CONFIG|RUN_DIR|MODEL key=value --dry-run --json",
-        "Measure a model on held-out data: the model of a configuration, the newest step of a run, or any model.",
     ),
     "chat": (
         "chat:chat",
@@ -248,10 +247,9 @@ _POSITIONAL = {
         "words",
         _argument("a YAML file, a shell script, or key=value and --flag value", nargs="*"),
     ),
-    "sft|rl": (
-        "kind",
-        _argument("sft: train on examples; rl: train with a reward", choices=("sft", "rl")),
-    ),
+    "KIND": ("kind", _argument("the method of the configuration", choices=_TRAINERS)),
+    "TRAINER": ("kind", _argument("a method's name, or file.py:Class")),
+    "METHOD": ("method", _argument("file.py:Class or module:Class")),
     "MODEL": ("model", _argument("a directory, or an id of the Hugging Face Hub", nargs="?")),
     "DATA": ("data", _argument("a file, a directory, or an id of the Hugging Face Hub", nargs="?")),
     "PLACE": (
@@ -385,6 +383,8 @@ def make_parser() -> ArgumentParser:
         command = parsers[group].add_parser(
             name, description=description, help=description, epilog=more
         )
+        if full_name in METHODS:
+            command.set_defaults(method=full_name)
         if function:
             command.set_defaults(function=function)
         else:

@@ -21,12 +21,11 @@ from burnish.distributed.layout import Layout
 from burnish.distributed.processes import launch
 from burnish.methods.parts.generators import builtin_generator
 from burnish.methods.parts.rollouts import sampling
-from burnish.methods.parts.validation import newest_model
 from burnish.models.meta_init import longest_sequence
 from burnish.records import Request
 from burnish.rollout.builtin.generator import BuiltinGenerator
 from burnish.runs.download_inputs import local_inputs
-from burnish.runs.hub_revisions import at_newest_steps
+from burnish.runs.hub_revisions import at_newest_steps, newest_model
 from burnish.runs.setup import Foundation, lay_foundation, load_frozen, prove
 from burnish.runs.verify_inputs import Intact
 from burnish.tracking.progress import Progress

@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 from argparse import Namespace
 
-from burnish.config.constraints import Command, check
 from burnish.config.load import load_config
 from burnish.distributed.environment import place_of
 from burnish.launch.local import LocalLauncher
 from burnish.launch.supervisor import run_once
+from burnish.methods.table import method_meant_by
 from burnish.runs.hub_revisions import at_newest_steps
 from burnish.runs.preflight import require_inputs
 
@@ -24,10 +24,11 @@ _HIDE_ACCELERATORS = {
 def run_check(given: Namespace) -> None:
     """Compare the layout with one plain process. Raises `BurnishError` if something differs."""
     config = load_config(given.config, given.overrides)
+    method = method_meant_by(config)
+    config = method.named(config)
     config = at_newest_steps(config.model_dump(), config.directory)
-    command: Command = "rl" if config.reward.given else "sft"
-    check(config, command, given.processes or place_of(os.environ).layout.world)
-    require_inputs(config, command, None)
+    method.check(config, given.processes or place_of(os.environ).layout.world)
+    require_inputs(config, method)
     if given.processes is None:
         from burnish.methods.layout_check import check_layout
 

@@ -12,33 +12,33 @@ from pathlib import Path
 from burnish.api import prepare
 from burnish.cli.output import print_text
 from burnish.cli.plan import devices_of, fit
-from burnish.config.constraints import Command
 from burnish.config.schema import RunConfig
 from burnish.distributed.environment import place_of
 from burnish.launch.elastic import planner_of
+from burnish.method import Method
 from burnish.runs.summary import summary
 
 
-def dry_run(given: Namespace, config: RunConfig, run_dir: Path | None) -> None:
-    """Print what a command would do on the devices that are named, or on this machine's."""
-    command: Command = given.command
+def dry_run(given: Namespace, method: Method, config: RunConfig, run_dir: Path | None) -> None:
+    """Print what a method would do on the devices that are named, or on this machine's."""
     devices, layout = getattr(given, "devices", None), place_of(os.environ).layout
     target = devices_of(devices)
     world = layout.world if target is None else target.count
-    config, said = prepare(config, command, world, run_dir)
+    config, said = prepare(config, method, world, run_dir)
     from burnish.runs.dry_run import set_up
 
-    found = set_up(config, command, run_dir)
+    found = set_up(config, method, run_dir)
     if devices is None:
         config = config.model_copy(update={"engine": found.engine})
     if layout.is_main:
-        memory = None if command == "eval" else fit(partial(planner_of, config, command), target)
+        plan_for = partial(planner_of, config, method)
+        memory = fit(plan_for, target) if method.trains else None
         paragraphs = (
-            f"burnish {command} is ready to run",
-            summary(config, command, world, run_dir, memory),
+            f"burnish {method.name} is ready to run",
+            summary(config, method, world, run_dir, memory),
             *(f"note: {notice}" for notice in said),
             "No weights were loaded, and nothing was written to the run's directory. To run it:",
-            _started([command, *filter(None, [given.config]), *given.overrides], world),
+            _started([*method.command, *filter(None, [given.config]), *given.overrides], world),
         )
         print_text("\n\n".join(paragraphs))
 

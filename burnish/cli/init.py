@@ -13,6 +13,8 @@ from burnish.config.document import one_line
 from burnish.config.schema import DataConfig
 from burnish.data.columns import answer_column, example_format, is_data, prompt_column
 from burnish.errors import UsageError
+from burnish.method import Method
+from burnish.methods.table import METHODS
 
 _MODEL = "Qwen/Qwen3-0.6B"
 _DATA = "data.jsonl"
@@ -21,19 +23,19 @@ _STARTERS = Path(__file__).with_name("starters")
 
 def init(given: Namespace) -> None:
     """Write the files into the working directory. Raises `UsageError` if one is there."""
-    kind, data = given.kind, given.data or _DATA
-    files = {} if given.data else {data: _sums("completion" if kind == "sft" else "answer")}
+    method, data = METHODS[given.kind], given.data or _DATA
+    files = {} if given.data else {data: _sums("answer" if method.generates else "completion")}
     is_here = given.data and (os.path.exists(data) or is_data(data))
-    column = _answers(kind, data) if is_here else "answer"
+    column = _answers(method, data) if is_here else "answer"
     values = {"model": one_line(given.model or _MODEL), "data": one_line(data)}
-    if kind == "rl":
+    if method.generates:
         values["function"] = "correct" if column else "brief"
         first, _, below = (column or "").partition(".")
         right = f'each["{below}"]' if below else "each"
         reward = Template((_STARTERS / f"{values['function']}.txt").read_text())
         files["rewards.py"] = reward.substitute(column=first, right=right)
-    text = Template((_STARTERS / f"{kind}.yaml").read_text())
-    files[f"{kind}.yaml"] = text.substitute(values)
+    text = Template((_STARTERS / f"{method.name}.yaml").read_text())
+    files[f"{method.name}.yaml"] = text.substitute(values)
     if there := [name for name in files if os.path.lexists(name)]:
         raise UsageError(
             "init does not overwrite files",
@@ -43,14 +45,14 @@ def init(given: Namespace) -> None:
         )
     for name, content in files.items():
         Path(name).write_text(content)
-    print_text(f"wrote {', '.join(files)}\n\n  burnish {kind} {kind}.yaml --dry-run")
+    print_text(f"wrote {', '.join(files)}\n\n  burnish {method.name} {method.name}.yaml --dry-run")
 
 
-def _answers(kind: str, data: str) -> str | None:
+def _answers(method: Method, data: str) -> str | None:
     from burnish.data.sources import load_rows
 
     rows, usual = load_rows([data]), DataConfig()
-    if kind == "sft":
+    if not method.generates:
         example_format(usual, rows)
         return None
     prompt_column(usual, rows)

@@ -8,18 +8,19 @@ from collections.abc import Sequence
 from contextlib import closing
 from functools import partial
 
-from burnish.config.constraints import check
 from burnish.config.load import load_config
 from burnish.distributed.layout import Layout
 from burnish.errors import UsageError, install, refusing
 from burnish.launch.elastic import has_layout, planner_of
 from burnish.launch.local import LocalLauncher
 from burnish.launch.supervisor import Launcher, Supervisor
+from burnish.method import Method
+from burnish.methods.table import load_method, method_meant_by
 
 
-def supervise(given: Namespace) -> None:
+def supervise(given: Namespace, method: Method) -> None:
     """Start the command on several processes, here or on a Ray cluster. Start all again when one dies."""
-    command, world = given.command, given.processes
+    world = given.processes
     if given.dry_run:
         raise UsageError("a dry run starts no processes", do="give --devices 8xNAME instead")
     if "RANK" in os.environ or "WORLD_SIZE" in os.environ:
@@ -27,14 +28,14 @@ def supervise(given: Namespace) -> None:
             "torchrun has started this process, so it cannot start the run's processes",
             do="leave out torchrun, or --processes and --ray",
         )
-    config = load_config(given.config, given.overrides)
-    argv = [command, *filter(None, [given.config]), *given.overrides]
+    config = method.named(load_config(given.config, given.overrides))
+    argv = [*method.command, *filter(None, [given.config]), *given.overrides]
     rollout = config.rollout
-    servers = rollout.servers if command == "rl" and rollout.place == "servers" else 0
+    servers = rollout.servers if method.generates and rollout.place == "servers" else 0
     with closing(launcher_of(given.ray, argv, servers, rollout.tensor_parallel)) as launcher:
         world = launcher.processes() if world is None else world
-        check(config, command, world)
-        is_possible = partial(has_layout, partial(planner_of, config, command))
+        method.check(config, world)
+        is_possible = partial(has_layout, partial(planner_of, config, method))
         raise SystemExit(Supervisor(launcher, config.distributed, world, is_possible).run())
 
 
@@ -51,11 +52,11 @@ def launcher_of(
 
 def submit(given: Namespace) -> None:
     """Submit a run to a Ray cluster as a job, and follow it."""
-    config = load_config(given.config, given.overrides)
-    check(config, given.kind, given.processes)
+    method = load_method(given.kind)
+    method.check(load_config(given.config, given.overrides), given.processes)
     with refusing("Ray is not installed", do=install("ray")):
         from burnish.launch import ray_jobs
-    argv = [given.kind, *filter(None, [given.config]), *given.overrides, "--ray", "auto"]
+    argv = [*method.command, *filter(None, [given.config]), *given.overrides, "--ray", "auto"]
     argv += [] if given.processes is None else ["--processes", str(given.processes)]
     raise SystemExit(ray_jobs.submit(given.address, argv))
 
@@ -63,7 +64,16 @@ def submit(given: Namespace) -> None:
 def serve_run(given: Namespace) -> None:
     """Generate completions for the run that a configuration names until ctrl-C."""
     config = load_config(given.config, given.overrides)
-    check(config, "rl", None)
+    method = method_meant_by(config)
+    if not method.generates:
+        raise UsageError(
+            "this run needs no completions",
+            have=f"a configuration for burnish {method.name}",
+            want="a run that generates, with rollout.place=servers",
+            do="set reward.functions and rollout.place=servers",
+        )
+    method.check(config, None)
+    config = method.named(config)
     from burnish.distributed.device import pick_device
     from burnish.methods.parts.serve import serve_at
     from burnish.runs.download_inputs import local_inputs

@@ -16,6 +16,8 @@ from burnish.config.schema import EngineConfig
 from burnish.distributed.environment import place_of
 from burnish.errors import BurnishError, UsageError, bytes_text, count_text, table
 from burnish.launch.elastic import planner_of
+from burnish.method import Method
+from burnish.methods.table import method_meant_by
 
 if TYPE_CHECKING:
     from burnish.plan.devices import Devices
@@ -44,12 +46,13 @@ def run_plan(arguments: Namespace) -> None:
             want="one whose memory and speed are in the table",
             do="give --devices; with --device-memory and --device-tflops for one that is not in the table",
         )
-    planner = planner_of(config, "rl" if config.reward.given else "sft", devices)
+    method = method_meant_by(config)
+    planner = planner_of(method.named(config), method, devices)
     plans, given = planner.all_plans(), planner.as_configured()
     if arguments.json:
         print_text(json.dumps(_as_json(plans, given, devices)))
     else:
-        lines = [*_lines(plans, given, planner, devices), "", _ACCURACY[config.engine.kind]]
+        lines = [*_lines(plans, given, planner, method), "", _ACCURACY[config.engine.kind]]
         print_text("\n".join(lines))
     if not plans:
         raise UsageError(
@@ -130,17 +133,17 @@ def _fields(plan: Plan) -> dict[str, Any]:
 
 
 def _lines(
-    plans: Sequence[Plan], given: _Configured, planner: Planner, devices: Devices
+    plans: Sequence[Plan], given: _Configured, planner: Planner, method: Method
 ) -> Iterator[str]:
     """Yield the best plan in full, the settings as they are, the next plans, and why others do not fit."""
     from burnish.plan.devices import ASSUMPTIONS
     from burnish.plan.layout_search import why_not
 
-    kind = "reinforcement learning" if planner.work.slots else "supervised fine-tuning"
+    devices = planner.devices
     count = planner.model.elements
     size = f"{count / 1e9:.1f} billion" if count >= 1e9 else f"{count / 1e6:.1f} million"
     yield f"{size} parameters on {devices}"
-    yield f"{kind}: {_sequences(planner)} a step"
+    yield f"{method.title}: {_sequences(planner)} a step"
     fitting = [plan for plan in plans if plan.fits]
     if fitting:
         best = fitting[0]

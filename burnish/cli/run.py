@@ -6,23 +6,23 @@ import json
 import os
 from argparse import Namespace
 
-from burnish.api import config_at, run_command
+from burnish.api import config_at, run_method
 from burnish.cli.output import print_text
-from burnish.config.constraints import Command
 from burnish.config.load import load_config
 from burnish.distributed.environment import place_of
 from burnish.errors import UsageError, table
+from burnish.methods.table import load_method
 from burnish.tracking.trackers import json_numbers
 
 
 def run(given: Namespace) -> None:
     """Run a command with a configuration; with `dry_run` only print what it would do on `devices`."""
-    command: Command = given.command
+    method = load_method(given.method)
     file, overrides, run_dir = given.config, given.overrides, None
-    if file and command == "eval":
+    if file and not method.trains:
         file, run_dir = config_at(file)
         overrides = overrides if file else [f"model.path={json.dumps(given.config)}", *overrides]
-    config = load_config(file, overrides)
+    config = method.named(load_config(file, overrides))
     layout = place_of(os.environ).layout
     devices, as_json = getattr(given, "devices", None), getattr(given, "json", False)
     if devices is not None and not given.dry_run:
@@ -32,14 +32,14 @@ def run(given: Namespace) -> None:
     if getattr(given, "processes", None) is not None or getattr(given, "ray", None) is not None:
         from burnish.cli.launch import supervise
 
-        supervise(given)
+        supervise(given, method)
         return
     if given.dry_run:
         from burnish.cli.dry_run import dry_run
 
-        dry_run(given, config, run_dir)
+        dry_run(given, method, config, run_dir)
         return
-    numbers = run_command(command, config, run_dir=run_dir)
+    numbers = run_method(method, config, run_dir)
     if numbers and layout.is_main:
         lines = table([(name, f"{value:.6g}") for name, value in sorted(numbers.items())])
         print_text(json.dumps(json_numbers(numbers)) if as_json else "\n".join(lines))

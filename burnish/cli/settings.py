@@ -14,23 +14,23 @@ from rich.table import Table
 from rich.text import Text
 
 from burnish.cli.output import print_text
-from burnish.config.constraints import Command, check, notices
 from burnish.config.document import dump_yaml, one_line
 from burnish.config.keys import Key, known_keys, plain_name
 from burnish.config.load import DEFAULT, load_config, load_with_origins
 from burnish.config.schema import RunConfig
 from burnish.errors import UsageError
+from burnish.methods.table import method_meant_by
 from burnish.runs.run_directory import recorded_config
 
 
 def check_file(given: Namespace) -> None:
     """Check a configuration against the schema and the constraints between settings. Raises `UsageError` with all problems."""
     config = load_config(given.config, given.overrides)
-    command: Command = "rl" if config.reward.given else "sft"
-    check(config, command, world=None)
+    method = method_meant_by(config)
+    method.check(config, world=None)
     console = Console(highlight=False, soft_wrap=True)
-    console.print(Text(f"the settings fit together for burnish {command}"))
-    for notice in notices(config, command):
+    console.print(Text(f"the settings fit together for burnish {method.name}"))
+    for notice in method.notices(config):
         console.print(Text(f"note: {notice}"))
 
 

@@ -9,16 +9,13 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from functools import reduce
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 from urllib.parse import urlsplit
 
 from burnish.config.document import one_line
 from burnish.config.schema import EngineConfig, ModelConfig, RunConfig, Section, is_remote
 from burnish.errors import BurnishError, UsageError, count_text, together
 from burnish.extend import ENGINES, GENERATORS, TRACKERS, Table
-
-Command = Literal["sft", "rl", "eval"]
-"""Which command a configuration is for."""
 
 _LARGEST_BETA_IN_BF16 = 0.996
 """bf16 has 8 significant bits, so a number times 0.997 may round back to itself and never fall."""
@@ -160,49 +157,32 @@ _OF_RL: Sequence[_Constraint] = (
 )
 
 
-def check(config: RunConfig, command: Command, world: int | None = 1) -> None:
-    """Raise `UsageError` with every problem of `command` on `world` processes (None: on any number)."""
-    shares = 1 if world is None else world // config.engine.sharing
-    problems = list(_of_settings(config))
-    if world is not None:
-        problems += _of_degrees(config.engine, world)
-        problems += _of_generators(config, world) if command != "sft" else []
-    asks = command == "eval" and config.rollout.engine == "openai"
-    problems += _of_endpoint(config) if asks else _of_model(config.model)
-    if command == "eval":
-        problems += _broken(config, (*_OF_SAMPLING, *_OF_ENDPOINTS))
-    else:
-        problems += _of_training(config, config.critic.warmup_steps if command == "rl" else 0)
-    if command == "sft":
-        problems += _broken(config, _OF_SFT)
-        problems += _of_examples(config, shares)
-    if command == "rl":
-        problems += _of_rl(config, shares)
-    files = "data.validation" if command == "eval" else "data.train"
-    if not _given(config, files):
-        do = f"set {files}=FILE"
-        purpose = "evaluate" if command == "eval" else "train"
-        what = f"there is nothing to {purpose} on"
-        problems.append(UsageError(what, have=f"{files}: []", want="at least one file", do=do))
-    _refuse(problems, "this configuration")
+def refuse(problems: Sequence[BurnishError], subject: str = "this configuration") -> None:
+    """Raise all problems of `subject` as one error, if there are any."""
+    if problems:
+        raise together(problems, subject)
 
 
 def check_engine(config: RunConfig) -> None:
     """Raise `UsageError` for settings that this kind of engine lacks."""
-    _refuse([*_of_extensions(config), *_broken(config, _OF_ENGINE)], "this configuration")
+    refuse([*_of_extensions(config), *_broken(config, _OF_ENGINE)])
 
 
-def check_layout(config: RunConfig, command: Literal["sft", "rl"], world: int) -> None:
-    """Raise `UsageError` if `world` processes, or a step's work, cannot be divided."""
-    divided = _of_examples if command == "sft" else _of_completions
-    problems = [*_of_degrees(config.engine, world), *_broken(config, _OF_ACTIVATIONS)]
-    problems += divided(config, world // config.engine.sharing)
-    _refuse(problems, "this layout")
+def layout_problems(config: RunConfig, world: int) -> Iterator[BurnishError]:
+    """Yield why `world` processes, or the activations of such a layout, cannot be divided."""
+    yield from _of_degrees(config.engine, world)
+    yield from _broken(config, _OF_ACTIVATIONS)
 
 
-def _refuse(problems: Sequence[BurnishError], subject: str) -> None:
-    if problems:
-        raise together(problems, subject)
+def missing_files(config: RunConfig, setting: str, purpose: str) -> Iterator[BurnishError]:
+    """Yield an error if `setting` names no file to `purpose` on."""
+    if not _given(config, setting):
+        yield UsageError(
+            f"there is nothing to {purpose} on",
+            have=f"{setting}: []",
+            want="at least one file",
+            do=f"set {setting}=FILE",
+        )
 
 
 def _broken(config: RunConfig, constraints: Sequence[_Constraint]) -> Iterator[BurnishError]:
@@ -281,7 +261,10 @@ def _of_extensions(config: RunConfig) -> Iterator[BurnishError]:
                 yield error
 
 
-def _of_settings(config: RunConfig) -> Iterator[BurnishError]:
+def setting_problems(config: RunConfig, world: int | None) -> Iterator[BurnishError]:
+    """Yield what any method refuses on `world` processes (None: on any number)."""
+    if world is not None:
+        yield from _of_degrees(config.engine, world)
     yield from _of_extensions(config)
     yield from _broken(config, (*_OF_ENGINE, *_OF_ACTIVATIONS, *_OF_ALL))
     yield from _of_places(config)
@@ -301,7 +284,8 @@ def _of_settings(config: RunConfig) -> Iterator[BurnishError]:
         )
 
 
-def _of_model(model: ModelConfig) -> Iterator[BurnishError]:
+def model_problems(model: ModelConfig) -> Iterator[BurnishError]:
+    """Yield why no model, or no adapter, follows from these settings."""
     given = model.lora.model_dump(exclude_defaults=True)
     others = ", ".join(f"model.lora.{each}" for each in given if each not in ("path", "publish"))
     if (model.path is None) == (model.fresh is None):
@@ -327,7 +311,8 @@ def _of_model(model: ModelConfig) -> Iterator[BurnishError]:
         )
 
 
-def _of_endpoint(config: RunConfig) -> Iterator[BurnishError]:
+def endpoint_problems(config: RunConfig) -> Iterator[BurnishError]:
+    """Yield why no endpoint can be asked for completions."""
     model, url = config.model, config.rollout.url or ""
     try:
         parts = urlsplit(url)
@@ -432,7 +417,8 @@ def _of_degrees(engine: EngineConfig, world: int) -> Iterator[BurnishError]:
         )
 
 
-def _of_generators(config: RunConfig, world: int) -> Iterator[BurnishError]:
+def generator_problems(config: RunConfig, world: int) -> Iterator[BurnishError]:
+    """Yield why `world` processes cannot share generators."""
     devices = config.rollout.tensor_parallel
     if config.rollout.place == "child" and world % devices:
         yield UsageError(
@@ -453,7 +439,8 @@ def _near(number: int, total: int) -> str:
     return " or ".join(map(str, sorted(near)))
 
 
-def _of_training(config: RunConfig, waiting: int) -> Iterator[BurnishError]:
+def training_problems(config: RunConfig, waiting: int = 0) -> Iterator[BurnishError]:
+    """Yield why no method can train; the learning rate's schedule begins after `waiting` steps."""
     yield from _broken(config, _OF_TRAINING)
     if config.data.weights and len(config.data.weights) != len(config.data.train):
         yield UsageError(
@@ -481,9 +468,19 @@ def _of_training(config: RunConfig, waiting: int) -> Iterator[BurnishError]:
         )
 
 
-def _of_rl(config: RunConfig, shares: int) -> Iterator[BurnishError]:
+def sampling_problems(config: RunConfig) -> Iterator[BurnishError]:
+    """Yield why completions cannot be drawn, by a generator or an endpoint."""
+    yield from _broken(config, (*_OF_SAMPLING, *_OF_ENDPOINTS))
+
+
+def example_problems(config: RunConfig) -> Iterator[BurnishError]:
+    """Yield settings that need completions and rewards, where a method trains on fixed examples."""
+    yield from _broken(config, _OF_SFT)
+
+
+def reward_problems(config: RunConfig) -> Iterator[BurnishError]:
+    """Yield why a policy cannot learn from rewards."""
     yield from _broken(config, (*_OF_RL, *_OF_SAMPLING))
-    yield from _of_completions(config, shares)
     if not config.reward.given:
         yield UsageError(
             "there is no reward to learn from",
@@ -535,7 +532,8 @@ def _of_rl(config: RunConfig, shares: int) -> Iterator[BurnishError]:
         )
 
 
-def _of_examples(config: RunConfig, shares: int) -> Iterator[BurnishError]:
+def batch_problems(config: RunConfig, shares: int) -> Iterator[BurnishError]:
+    """Yield why `batch.examples` cannot be divided into `shares`."""
     examples, longest = config.batch.examples, config.data.max_length
     if longest is not None and longest > config.microbatch_tokens:
         yield UsageError(
@@ -553,7 +551,8 @@ def _of_examples(config: RunConfig, shares: int) -> Iterator[BurnishError]:
         )
 
 
-def _of_completions(config: RunConfig, shares: int) -> Iterator[BurnishError]:
+def rollout_problems(config: RunConfig, shares: int) -> Iterator[BurnishError]:
+    """Yield why the completions of `batch.prompts` cannot be divided into `shares`."""
     prompts, parts = config.batch.prompts, config.batch.minibatches
     sequences = prompts // parts * config.rollout.n
     if prompts % parts:
@@ -601,30 +600,44 @@ def _processes(shares: int, config: RunConfig) -> str:
     return f"{shares} groups of {sharing} processes" if sharing > 1 else f"{shares} processes"
 
 
-_UNUSED: Mapping[Command, Sequence[str]] = {
-    "sft": (
-        "rollout",
-        "reward",
-        "algorithm",
-        "critic",
-        "batch.prompts",
-        "batch.minibatches",
-        "batch.epochs",
-        "data.answer_column",
-        "data.max_prompt_length",
-        "evaluation.n",
-        "evaluation.solved",
-        "evaluation.temperature",
-        "evaluation.top_k",
-        "evaluation.top_p",
-        "evaluation.min_p",
-    ),
-    "rl": ("batch.examples", "data.completion_column", "data.text_column", "data.max_length"),
-    "eval": (),  # its configuration is usually that of a training run
-}
-"""Sections and settings that a command does not read."""
 _WIDE_CLIP = 0.1
 """A clip range that suits ratios of tokens. Ratios of whole sequences hardly ever leave it."""
+
+
+def unread(config: RunConfig, settings: Sequence[str]) -> str:
+    """Return which of `settings` are set, in one line."""
+    return ", ".join(name for name in settings if _given(config, name))
+
+
+def validation_notices(config: RunConfig) -> Iterator[str]:
+    """Yield a remark if held-out data are given and hardly ever measured."""
+    evaluation = config.evaluation
+    if config.data.validation and not evaluation.every:
+        when = "before the first step only" if evaluation.before else "never"
+        yield f"data.validation is measured {when}; evaluation.every=N does it every N steps and after the last"
+
+
+def formula_notices(config: RunConfig) -> Iterator[str]:
+    """Yield remarks on a valid formula of reinforcement learning."""
+    algorithm = config.algorithm
+    loss = algorithm.policy_loss
+    own = {"gspo": "sequence_mean", "cispo": "token_mean"}.get(loss, algorithm.aggregation)
+    if algorithm.aggregation != own:
+        yield (
+            f"algorithm.policy_loss {loss} is its paper's objective with algorithm.aggregation {own}; "
+            f"here it is {algorithm.aggregation}"
+        )
+    yield from _of_ahead(config)
+    if loss == "gspo" and min(algorithm.clip_low, algorithm.clip_high) >= _WIDE_CLIP:
+        yield (
+            f"algorithm.policy_loss gspo with clip_low {algorithm.clip_low:g} and clip_high {algorithm.clip_high:g} "
+            "clips next to nothing; its paper has 3e-4 and 4e-4"
+        )
+    if loss == "cispo" and algorithm.clip_low < 1:
+        yield (
+            f"algorithm.policy_loss cispo with clip_low {algorithm.clip_low:g} holds weights at {1 - algorithm.clip_low:g} or more; "
+            "its paper leaves the lower side open, as clip_low 1 does"
+        )
 
 
 def _of_ahead(config: RunConfig) -> Iterator[str]:
@@ -639,31 +652,3 @@ def _of_ahead(config: RunConfig) -> Iterator[str]:
         yield "rollout.in_flight: time decides which weights draw a token, so this run cannot be repeated to the bit"
     if ahead and steps is not None and ahead >= steps:
         yield f"rollout.ahead {ahead} with steps {steps} draws every completion with the first weights"
-
-
-def notices(config: RunConfig, command: Command) -> Iterator[str]:
-    """Yield remarks on a valid configuration, one line each."""
-    algorithm, evaluation = config.algorithm, config.evaluation
-    if unused := ", ".join(name for name in _UNUSED[command] if _given(config, name)):
-        yield f"set, and not used by burnish {command}: {unused}"
-    if command != "eval" and config.data.validation and not evaluation.every:
-        when = "before the first step only" if evaluation.before else "never"
-        yield f"data.validation is measured {when}; evaluation.every=N does it every N steps and after the last"
-    loss = algorithm.policy_loss if command == "rl" else ""
-    own = {"gspo": "sequence_mean", "cispo": "token_mean"}.get(loss, algorithm.aggregation)
-    if algorithm.aggregation != own:
-        yield (
-            f"algorithm.policy_loss {loss} is its paper's objective with algorithm.aggregation {own}; "
-            f"here it is {algorithm.aggregation}"
-        )
-    yield from _of_ahead(config) if command == "rl" else ()
-    if loss == "gspo" and min(algorithm.clip_low, algorithm.clip_high) >= _WIDE_CLIP:
-        yield (
-            f"algorithm.policy_loss gspo with clip_low {algorithm.clip_low:g} and clip_high {algorithm.clip_high:g} "
-            "clips next to nothing; its paper has 3e-4 and 4e-4"
-        )
-    if loss == "cispo" and algorithm.clip_low < 1:
-        yield (
-            f"algorithm.policy_loss cispo with clip_low {algorithm.clip_low:g} holds weights at {1 - algorithm.clip_low:g} or more; "
-            "its paper leaves the lower side open, as clip_low 1 does"
-        )

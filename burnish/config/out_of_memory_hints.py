@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
 
 from burnish.config.schema import MOST_SLOTS, RunConfig
 
@@ -12,7 +11,7 @@ _STATE = ("optimizer", "weights", "gradients")
 
 def remedies(
     config: RunConfig,
-    trainer: Literal["sft", "rl"],
+    generates: bool,
     phase: str,
     parts: Sequence[str] = (),
     *,
@@ -20,14 +19,14 @@ def remedies(
 ) -> list[str]:
     """Return settings that need less memory in a phase of a step, the most helpful first.
 
-    `parts` are the planner's names, the largest first. `on_cpu`: host memory is all there is.
+    `generates`: whether the method draws completions. `parts` are the planner's names, the largest first. `on_cpu`: host memory is all there is.
     """
-    rl, engine, rollout = trainer == "rl", config.engine, config.rollout
+    engine, rollout = config.engine, config.rollout
     torch, update, chunk = engine.kind == "torch", phase == "update", engine.logprob_chunk or 0
-    generates = rl and phase in ("rollout", "validate")
+    while_generating = generates and phase in ("rollout", "validate")
     trains = phase in ("update", "advantages", "setting up", "save")
     computes = phase in ("update", "advantages", "log-probs", "validate")
-    during_rollout = rl and not (on_cpu or engine.offload_during_rollout or trains)
+    during_rollout = generates and not (on_cpu or engine.offload_during_rollout or trains)
     keeps_all = update and engine.activation_checkpointing != "full"
     stays_whole = update and torch and not engine.reshard_after_forward
     sums_whole = update and not engine.reduce_each_microbatch
@@ -41,8 +40,12 @@ def remedies(
     is_auto = rollout.slots == "auto"  # the planner then takes as many slots as fit
     slots = MOST_SLOTS if rollout.slots == "auto" else rollout.slots
     table: list[tuple[bool, tuple[str, ...], str]] = [  # whether it helps, which parts, the setting
-        (generates and not (is_auto and parts), cache, f"rollout.slots={max(1, slots // 2)}"),
-        (generates, cache, "a shorter rollout.max_response_length"),
+        (
+            while_generating and not (is_auto and parts),
+            cache,
+            f"rollout.slots={max(1, slots // 2)}",
+        ),
+        (while_generating, cache, "a shorter rollout.max_response_length"),
         (during_rollout, (*_STATE, "critic", "reference"), "engine.offload_during_rollout=true"),
         (
             phase == "save" and config.checkpoint.background,
@@ -56,13 +59,21 @@ def remedies(
         (computes, ("activations", "logits"), budget),
         (on_cpu and offloads, ("host",), "no offloading, which saves nothing on a CPU"),
         (on_device, ("optimizer", "critic"), "engine.optimizer_offload=true"),
-        (rl and bool(config.reward.models), ("reward models",), "a smaller model in reward.models"),
-        (rl and config.algorithm.kl.coef > 0, ("reference",), "algorithm.kl.coef=0"),
+        (
+            generates and bool(config.reward.models),
+            ("reward models",),
+            "a smaller model in reward.models",
+        ),
+        (generates and config.algorithm.kl.coef > 0, ("reference",), "algorithm.kl.coef=0"),
         (engine.replicas > 1, _STATE, "engine.replicas=1"),
         (not torch, _STATE, stages),
         (torch and not config.model.adapter, (*_STATE, "gathered"), "model.lora.rank=16"),
         (True, (*_STATE, "gathered"), "more devices"),
-        (rl, ("generator",), "a smaller model: each device has a whole copy to generate with"),
+        (
+            generates,
+            ("generator",),
+            "a smaller model: each device has a whole copy to generate with",
+        ),
     ]
     order = {part: number for number, part in enumerate(parts)}
     found = [(part, setting) for applies, some, setting in table if applies for part in some]

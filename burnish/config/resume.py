@@ -24,11 +24,11 @@ def digest(config: RunConfig) -> str:
 
 def difference(before: RunConfig, after: RunConfig) -> dict[str, tuple[Any, Any]]:
     """Return the deciding settings that differ, with both values, by dotted key."""
-    wanted = dict(_deciding(after))
+    had, wanted = dict(_deciding(before)), dict(_deciding(after))
     return {
-        key: (value, wanted[key])
-        for key, value in _deciding(before)
-        if _canonical(value) != _canonical(wanted[key])
+        key: (had.get(key, {}), wanted.get(key, {}))
+        for key in {**had, **wanted}
+        if _canonical(had.get(key, {})) != _canonical(wanted.get(key, {}))
     }
 
 
@@ -37,7 +37,7 @@ class RunIdentity:
     """A run's trainer and configuration, to compare with a directory's."""
 
     trainer: str
-    """The command: sft or rl."""
+    """The name of the method."""
     config: RunConfig
 
     def require_trainer(self, place: object, found: object) -> None:
@@ -100,6 +100,8 @@ def _deciding(section: Section, prefix: str = "") -> Iterator[tuple[str, Any]]:
     for name, field in type(section).model_fields.items():
         value = getattr(section, name)
         if field.json_schema_extra == MAY_CHANGE:
+            continue
+        if name == "method" and not value:  # earlier versions had no such setting
             continue
         if isinstance(value, Section):
             yield from _deciding(value, f"{prefix}{name}.")

@@ -610,7 +610,7 @@ class RunConfig(Section):
     """A whole run."""
 
     name: MayChange[str | None] = None
-    """Name of the run's directory. Default: the model's name and -rl, or -sft if there is no reward."""
+    """Name of the run's directory. Default: the model's name and the method's, as in Qwen3-0.6B-rl."""
     output_dir: MayChange[str] = "runs"
     """Directory of the run directories. All machines of a run must share it. A URL: they are in runs/ and are copied to the URL, as with checkpoint.mirror."""
     seed: int = Field(0, ge=0)
@@ -639,6 +639,8 @@ class RunConfig(Section):
     """RL: the formula."""
     critic: CriticConfig = CriticConfig()
     """RL: PPO's critic."""
+    method: dict[str, Any] = {}
+    """`burnish run`: the settings that a method of your own declares."""
     evaluation: MayChange[EvaluationConfig] = EvaluationConfig()
     """Validation on held-out data."""
     checkpoint: MayChange[CheckpointConfig] = CheckpointConfig()
@@ -660,15 +662,14 @@ class RunConfig(Section):
 
     @property
     def run_name(self) -> str:
-        """The run's name; by default that of the model, or of its run, and the kind of training."""
+        """The run's name; by default that of the model, or of its run. A method adds its own (`Method.named`)."""
         if self.name is not None:
             return self.name
         fresh, path = self.model.fresh, self.rollout.model or self.model.path or ""
         if fresh:
             path = str(fresh.get("model_type", "")) if isinstance(fresh, dict) else fresh
         source = path.partition("/checkpoints/")[0].partition("@")[0].rstrip("/").rpartition("/")[2]
-        plain = re.sub(r"[^\w.-]", "-", source).strip(".-") or "model"
-        return f"{plain}-{'rl' if self.reward.given else 'sft'}"
+        return re.sub(r"[^\w.-]", "-", source).strip(".-") or "model"
 
     @property
     def mirror_url(self) -> str | None:

@@ -60,6 +60,13 @@ _SYSTEM_ROLES = ("system", "developer")
 class ItemSequence(Sequence[Item], ABC):
     """Items that are made on access."""
 
+    digest: str
+    """Digest of everything that is trained on: equal for the same items in the same order."""
+
+    def difficulty(self) -> Difficulty | None:
+        """Return the numbers by which an epoch goes through the items; None for a plain shuffle."""
+        return None
+
     @abstractmethod
     def items(self, indices: Sequence[int]) -> list[Item]:
         """Return items, tokenized together."""
@@ -81,8 +88,6 @@ class RowDataset(ItemSequence[Item]):
 
     lengths: npt.NDArray[np.int64]
     """Tokens of each item, shape [len(self)]."""
-    digest: str
-    """Digest of everything that is trained on: equal for the same items in the same order."""
     first_index: int
     """Number of rows in a mixture that come before these."""
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable
-from typing import Literal
 
 from burnish.config.schema import EngineConfig, ModelConfig, RunConfig
 from burnish.distributed.accelerators import Accelerator
@@ -13,6 +12,7 @@ from burnish.distributed.layout import Layout
 from burnish.errors import BurnishError, of_setting
 from burnish.families import ModelShape
 from burnish.files.safetensors import ADAPTER_CONFIG
+from burnish.method import Method
 from burnish.models.lora.adapter_config import with_adapter
 from burnish.plan.devices import Devices, devices_here
 from burnish.plan.layout_search import Planner
@@ -72,7 +72,7 @@ def _devices(world: int, here: int | None) -> Devices:
     return found or Devices(world, "CPU", math.inf, Accelerator(1e12, math.inf, 1e12, 1e12))
 
 
-def planner_of(config: RunConfig, command: Literal["sft", "rl"], devices: Devices) -> Planner:
+def planner_of(config: RunConfig, method: Method, devices: Devices) -> Planner:
     """Make the planner of a configuration. Raises `UsageError` for a model that it does not know."""
     config = at_newest_steps(config.model_dump(), config.directory)
     if (adapter := config.model.lora.path) is not None:
@@ -83,8 +83,8 @@ def planner_of(config: RunConfig, command: Literal["sft", "rl"], devices: Device
         precision = "fp32" if devices.cpu else "bf16"
         engine = config.engine.model_copy(update={"precision": precision})
         config = config.model_copy(update={"engine": engine})
-    judges = config.reward.models if command == "rl" else ()
+    judges = config.reward.models if method.generates else ()
     with of_setting("reward.models"):
         shapes = [ModelShape.of(model_fields(ModelConfig(path=judge.path))) for judge in judges]
     shape = ModelShape.of(model_fields(config.model))
-    return Planner(shape, config, command, devices, shapes)
+    return Planner(shape, config, method, devices, shapes)

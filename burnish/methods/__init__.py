@@ -1,1 +1,1 @@
-"""The methods: what a run learns, from rows to updates."""
+"""The methods: what a run learns or measures, from rows to updates. `Method` is in `burnish.method`."""

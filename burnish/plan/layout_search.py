@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
-from typing import Literal, get_args
+from typing import ClassVar, Protocol, get_args
 
-from burnish.config.constraints import check_layout, divisors
+from burnish.config.constraints import divisors, layout_problems, refuse
 from burnish.config.out_of_memory_hints import remedies
 from burnish.config.schema import EngineConfig, RunConfig
 from burnish.distributed.layout import indivisible
@@ -91,6 +91,18 @@ class Plan:
         return [*found, f"engine.activation_checkpointing={engine.activation_checkpointing}"]
 
 
+class PlannedMethod(Protocol):
+    """What the planner asks of a method (`burnish.method.Method`)."""
+
+    generates: ClassVar[bool]
+
+    def workload(self, config: RunConfig) -> Workload:
+        """Return the sequences of a step."""
+
+    def size_problems(self, config: RunConfig, shares: int) -> Iterable[BurnishError]:
+        """Return why a step cannot be divided into `shares`."""
+
+
 class Planner:
     """The plans of one configuration on some devices."""
 
@@ -98,7 +110,7 @@ class Planner:
         self,
         shape: ModelShape,
         config: RunConfig,
-        command: Literal["sft", "rl"],
+        method: PlannedMethod,
         devices: Devices,
         judges: Sequence[ModelShape] = (),
     ) -> None:
@@ -122,23 +134,23 @@ class Planner:
             )
         self.model = PlannedModel(shape, config.model.adapter)
         self.model.require_targets()
-        if command == "sft":
-            work = Workload.of_examples(config.batch, config.data)
-        else:
-            work = Workload.of_completions(
-                config.batch, config.data, config.rollout, config.algorithm
-            )
+        work = method.workload(config)
         self.work = replace(work, saves_in_background=config.checkpoint.background)
         """The sequences of a step."""
         self._judges = [PlannedModel(judge, scores_values=True) for judge in judges]
-        self._config, self._command, self._devices = config, command, devices
+        self._config, self._method = config, method
+        self.devices = devices
+        """What the run is planned for."""
         self._clock = Clock(self.model, self.work, devices, self._judges)
 
     def as_configured(self) -> tuple[Plan | None, BurnishError | None]:
         """Return the present settings' plan, and why it cannot run or does not fit."""
         config, engine = self._config, self._config.engine
         try:
-            check_layout(config, self._command, self._devices.count)
+            world = self.devices.count
+            problems = [*layout_problems(config, world)]
+            problems += self._method.size_problems(config, world // engine.sharing)
+            refuse(problems, "this layout")
             for problem in self._indivisible(engine):
                 raise problem
         except BurnishError as error:
@@ -152,11 +164,11 @@ class Planner:
         most = ", ".join(f"{name} {bytes_text(size)}" for name, size in parts[:4])
         settings = self._config.model_copy(update={"engine": plan.engine})
         # Only a smaller model makes the generator smaller, so its remedies come last unless nothing else can help.
-        usable = self._devices.usable
+        usable = self.devices.usable
         last = [name for name, size in parts if name == "generator" and size <= usable]
         names = [name for name, _ in parts if name not in last]
-        on_cpu = self._devices.cpu
-        helpful = remedies(settings, self._command, plan.fullest, names, on_cpu=on_cpu)
+        on_cpu = self.devices.cpu
+        helpful = remedies(settings, self._method.generates, plan.fullest, names, on_cpu=on_cpu)
         return UsageError(
             f"this run does not fit on {plan.devices}",
             have=f"{bytes_text(plan.need)} in {plan.fullest} ({most})",
@@ -190,7 +202,7 @@ class Planner:
             yield from indivisible(shape, settings)
 
     def _divides(self, engine: EngineConfig) -> bool:
-        config, shape, count = self._config, self.model.shape, self._devices.count
+        config, shape, count = self._config, self.model.shape, self.devices.count
         stages, virtual = engine.pipeline_parallel, engine.virtual_stages
         tensor, within = engine.tensor_parallel, engine.expert_tensor_parallel
         longest = config.longest_completed if self.work.slots else config.data.max_length or 0
@@ -209,7 +221,7 @@ class Planner:
 
     def _layouts(self) -> Iterator[EngineConfig]:
         engine, experts = self._config.engine, self.model.shape.experts
-        every, within = divisors(self._devices.count), divisors(PER_MACHINE)
+        every, within = divisors(self.devices.count), divisors(PER_MACHINE)
         values: dict[str, Sequence[object]] = {"tensor_parallel": within}
         values |= {"sequence_parallel": within}
         if engine.kind == "torch":
@@ -226,16 +238,16 @@ class Planner:
     def _plans(self, engine: EngineConfig, kinds: Sequence[str]) -> Iterator[Plan]:
         of_engine = MegatronNeeds if engine.kind == "megatron" else Needs
         needs = of_engine(
-            self.model, self.work, self._devices, engine, self._config.optim, judges=self._judges
+            self.model, self.work, self.devices, engine, self._config.optim, judges=self._judges
         )
         for kind in kinds:
             found = engine.model_copy(update={"activation_checkpointing": kind})
-            host = {} if self._devices.cpu else needs.host(kind)
+            host = {} if self.devices.cpu else needs.host(kind)
             operations = self._clock.operations(found)
             microbatches = needs.microbatches
             seconds = self._clock.seconds(found, microbatches, operations, needs.slots)
             phases = needs.phases(kind)
-            yield Plan(found, phases, host, operations, seconds, microbatches, self._devices)
+            yield Plan(found, phases, host, operations, seconds, microbatches, self.devices)
 
 
 def why_not(plans: Sequence[Plan]) -> list[str]:

@@ -14,27 +14,22 @@ from typing import Any
 
 import torch
 
-from burnish.algorithms.base import load_advantage, load_policy_loss
-from burnish.config.constraints import Command
-from burnish.config.schema import AlgorithmConfig, RunConfig, TrackingConfig
-from burnish.data.tasks import ExampleDataset, Mixture, PromptDataset
+from burnish.config.schema import RunConfig
+from burnish.data.tasks import Mixture, PromptDataset
 from burnish.distributed.device import pick_device
 from burnish.distributed.layout import Layout
 from burnish.errors import BurnishError, UsageError, together
 from burnish.extend import GENERATORS
 from burnish.files.hub import is_elsewhere
-from burnish.methods.parts.validation import newest_model
-from burnish.methods.parts.critic import critic_foundation
-from burnish.methods.parts.judges import read_judge
+from burnish.method import Method
 from burnish.rewards.pool import RewardPool
 from burnish.runs.download_inputs import local_inputs
+from burnish.runs.hub_revisions import newest_model
 from burnish.runs.setup import (
     Foundation,
     TextFoundation,
-    example_dataset,
     lay_foundation,
     model_tokenizer,
-    prompt_dataset,
     train_dataset,
 )
 from burnish.tracking.progress import Progress
@@ -44,8 +39,8 @@ _ROWS = 512
 """Rows of each data set that are tokenized."""
 
 
-def set_up(config: RunConfig, command: Command, run_dir: Path | None = None) -> RunConfig:
-    """Set `command` up without weights, and return the configuration that a run would record.
+def set_up(config: RunConfig, method: Method, run_dir: Path | None = None) -> RunConfig:
+    """Set `method` up without weights, and return the configuration that a run would record.
 
     Raises the errors that the run would raise, joined into one.
     """
@@ -53,39 +48,36 @@ def set_up(config: RunConfig, command: Command, run_dir: Path | None = None) -> 
     if run_dir is not None:
         model, _ = newest_model(run_dir, config.model)
         config = config.model_copy(update={"model": model})
-    trains = command != "eval"
     device = pick_device(local_rank=0)
-    config, local = local_inputs(config, device, trains=trains, only_small=True)
+    config, local = local_inputs(config, device, trains=method.trains, only_small=True)
     with ExitStack() as stack:
         pool = None
-        if command != "sft" and config.reward.given:
+        if method.generates and config.reward.given:
             with _collecting(errors):
                 reward = local.reward.model_copy(update={"workers": 1})
                 pool = stack.enter_context(RewardPool(reward))
-        for load in _functions(config.algorithm, config.tracking, command):
+        trackers = config.tracking.trackers if method.trains else ()
+        loads: list[Callable[[], object]] = [*method.dry_runs(config)]
+        loads += [partial(load_tracker, each) for each in trackers]
+        for load in loads:
             with _collecting(errors):
                 load()
-        for judge in config.reward.models if command != "sft" else ():
-            with _collecting(errors):
-                if not is_elsewhere(judge.path):
-                    read_judge(judge, config.seed, Layout(), torch.device("cpu"))
         with _collecting(errors):
             foundation: TextFoundation
-            if command == "eval" and local.rollout.engine == "openai":
+            if not method.trains and local.rollout.engine == "openai":
                 tokenizer = model_tokenizer(local.model, local.data.chat_template_name)
                 foundation = TextFoundation(local, tokenizer, Layout(), torch.device("cpu"))
             else:
                 foundation = laid = lay_foundation(local, given=config.model)
                 with _collecting(errors):
                     _require_generator(laid, device)
-                if command == "rl" and config.algorithm.advantage == "gae":
+                for load in method.dry_runs_of_models(laid):
                     with _collecting(errors):
-                        if config.critic.path is None or not is_elsewhere(config.critic.path):
-                            critic_foundation(laid)
-            names = ["train", "validation"] if trains else ["validation"]
+                        load()
+            names = ["train", "validation"] if method.trains else ["validation"]
             for name in names:
                 with _collecting(errors):
-                    dataset = _first_rows(foundation, name, command, pool)
+                    dataset = _first_rows(foundation, name, method, pool)
                     first = dataset if name == names[0] else None
                     if pool is not None and isinstance(first, PromptDataset | Mixture):
                         pool.require_answer(first[0], first.first_row)
@@ -103,16 +95,6 @@ def _require_generator(foundation: Foundation, device: torch.device) -> None:
         kind.require_supported(foundation.hf_config, device)
 
 
-def _functions(
-    algorithm: AlgorithmConfig, tracking: TrackingConfig, command: Command
-) -> Iterator[Callable[[], object]]:
-    if command == "rl":
-        yield partial(load_policy_loss, algorithm)
-        yield partial(load_advantage, algorithm.advantage)
-    for tracker in tracking.trackers if command != "eval" else ():
-        yield partial(load_tracker, tracker)
-
-
 @contextmanager
 def _collecting(errors: list[BurnishError]) -> Iterator[None]:
     try:
@@ -122,22 +104,18 @@ def _collecting(errors: list[BurnishError]) -> Iterator[None]:
 
 
 def _first_rows(
-    foundation: TextFoundation, name: str, command: Command, pool: RewardPool | None
-) -> PromptDataset | ExampleDataset | Mixture[Any] | None:
+    foundation: TextFoundation, name: str, method: Method, pool: RewardPool | None
+) -> Any:
     config, setting = foundation.config, f"data.{name}"
     is_streamed = name == "train" and config.data.streaming > 0
     paths = [path for path in getattr(config.data, name) if not is_elsewhere(path, "dataset")]
     if not paths and not is_streamed:
         return None
-    prompts = command == "rl" or (command == "eval" and config.reward.given)
-    make: Callable[..., PromptDataset | ExampleDataset] = (
-        partial(prompt_dataset, pool=pool) if prompts else example_dataset
-    )
-    make = partial(make, progress=Progress(config.tracking.progress))
+    progress = Progress(config.tracking.progress)
+    read = partial(method.dataset, foundation, progress=progress, pool=pool)
     if is_streamed:
-        read: Callable[..., Any] = partial(make, foundation)
         return train_dataset(read, config.data)
     try:
-        return make(foundation, paths, setting, first=_ROWS)
+        return read(paths, setting, first=_ROWS)
     except UsageError:  # perhaps only later rows can be used
-        return make(foundation, paths, setting)
+        return read(paths, setting)

@@ -11,9 +11,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from burnish.checkpoint.steps import step_number
+from burnish.checkpoint.steps import CommittedStep, small_files, step_number, verify_files
 from burnish.config.document import recorded
-from burnish.config.schema import RunConfig
+from burnish.config.schema import LoraConfig, ModelConfig, RunConfig
 from burnish.errors import MissingError, of_setting
 from burnish.files.hub import HubPlace, Kind
 from burnish.tracking.rundir import CHECKPOINTS, LATEST, RunDirectory
@@ -146,3 +146,22 @@ def _commits(before: Mapping[str, Any]) -> dict[tuple[str, str], str]:
         if place is not None and place.commit:
             found.setdefault((setting, place.repo), set()).add(place.commit)
     return {entry: commits.pop() for entry, commits in found.items() if len(commits) == 1}
+
+
+def newest_model(run_directory: Path, model: ModelConfig) -> tuple[ModelConfig, CommittedStep]:
+    """Return the settings of the model in a run's newest committed step, and that step.
+
+    An adapter keeps its base model. Raises `MissingError` without a step.
+    """
+    from burnish.checkpoint.tools.listing import newest_step
+
+    step = newest_step(RunDirectory(run_directory).checkpoints)
+    for damage in verify_files(step, small_files(step)):
+        raise damage
+    own = str(step.path / "model")
+    found: dict[str, Any] = {"tokenizer": own, "chat_template": None}
+    if not model.adapter:
+        found = {"path": own, "fresh": None, "tokenizer": None, "chat_template": None}
+    elif model.lora.path:
+        found["lora"] = LoraConfig(path=own, publish=model.lora.publish)
+    return model.model_copy(update=found), step

@@ -32,7 +32,7 @@ def explained(error: RuntimeError, session: Session) -> BurnishError | None:
     phase = session.spans.current or "setting up"
     total, highest = total_memory(device) / 1e9, peak_memory(device) / 1e9
     on_cpu = device.type == "cpu"
-    settings = remedies(session.config, session.trainer, phase, on_cpu=on_cpu)
+    settings = remedies(session.config, session.method.generates, phase, on_cpu=on_cpu)
     helpful = f"try {', or '.join(settings[:3])}; burnish plan shows how much each part needs"
     return BurnishError(
         f"rank {rank} ran out of memory in {phase}",

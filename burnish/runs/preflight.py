@@ -13,7 +13,6 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
-from burnish.config.constraints import Command
 from burnish.config.schema import CriticConfig, EngineConfig, ModelConfig, RewardConfig, RunConfig
 from burnish.data.columns import READERS
 from burnish.data.entries import entry_files
@@ -32,6 +31,7 @@ from burnish.files.hub import FORMS, HubPlace, Kind, is_elsewhere
 from burnish.files.safetensors import ADAPTER_CONFIG
 from burnish.files.urls import is_url
 from burnish.functions import no_function
+from burnish.method import Method
 from burnish.rewards.signature import BUILTINS
 
 _CONFIG = "config.json"
@@ -44,24 +44,24 @@ _ENGINES = {"vllm": "vLLM", "sglang": "SGLang"}
 """Inference engines that need their own package, by package."""
 
 
-def require_inputs(config: RunConfig, command: Command, run_dir: Path | None = None) -> None:
-    """Raise `MissingError` naming every input of `command` that does not exist.
+def require_inputs(config: RunConfig, method: Method, run_dir: Path | None = None) -> None:
+    """Raise `MissingError` naming every input of `method` that does not exist.
 
     With `run_dir`, model and tokenizer come from that run's checkpoint.
     """
     problems = [] if run_dir else list(_models(config.model, config.critic, config.engine))
-    names = ("validation",) if command == "eval" else ("train", "validation")
+    names = ("train", "validation") if method.trains else ("validation",)
     for name in names:
         for path in getattr(config.data, name):
             if is_asked_here(path, "dataset"):
                 problems += _caught(_data(path, f"data.{name}"))
-    if command != "sft":
+    if method.generates:
         problems += _rewards(config.reward)
         engine = config.rollout.engine
         if engine in _ENGINES and config.rollout.place == "child":
             do = f"{install(engine)}, or set rollout.engine=builtin"
             problems += _package(engine, f"rollout.engine: {engine}", _ENGINES[engine], do)
-    if command != "eval":
+    if method.trains:
         problems += _trackers(config.tracking.trackers)
     if problems:
         raise together(problems, "the inputs of this run")

@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
 
 import torch
 
@@ -25,6 +24,7 @@ from burnish.distributed.device import device_name, peak_memory, reset_peak_memo
 from burnish.distributed.layout import Layout
 from burnish.errors import UsageError
 from burnish.extend import ENGINES, GENERATORS
+from burnish.method import Method
 from burnish.runs.run_directory import require_own_directory
 from burnish.runs.signals import Stopper, catch_signals
 from burnish.runs.verify_inputs import Intact
@@ -42,15 +42,13 @@ from burnish.tracking.trackers import load_tracker
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
-Trainer = Literal["sft", "rl"]
-
 
 @dataclass(frozen=True, slots=True)
 class Session:
     """A run's directory while the processes of the run own it."""
 
     config: RunConfig
-    trainer: Trainer
+    method: Method
     layout: Layout
     device: torch.device
     directory: RunDirectory
@@ -65,7 +63,7 @@ class Session:
 
 @contextmanager
 def open_run(
-    config: RunConfig, trainer: Trainer, layout: Layout, device: torch.device
+    config: RunConfig, method: Method, layout: Layout, device: torch.device
 ) -> Iterator[Session]:
     """Own the run that `config` names inside the block; explain an out-of-memory error. Collective.
 
@@ -96,7 +94,7 @@ def open_run(
         checkpoints.mirror_to(mirror)
         session = Session(
             config,
-            trainer,
+            method,
             layout,
             device,
             directory,
@@ -108,7 +106,7 @@ def open_run(
             Intact(layout, progress),
         )
         with agree(layout):
-            require_own_directory(directory, RunIdentity(trainer, config))
+            require_own_directory(directory, RunIdentity(method.name, config))
             if layout.is_main:
                 _require_extensions(config)
                 try:
@@ -164,12 +162,12 @@ def _claim(session: Session) -> None:
     directory, mirror = session.directory, session.mirror
     identity = {RUN: directory.read_environment().get(RUN) or uuid.uuid4().hex}
     if mirror is not None:
-        identity |= mirror.require_own(directory, RunIdentity(session.trainer, session.config))
+        identity |= mirror.require_own(directory, RunIdentity(session.method.name, session.config))
     found = environment(device_name(session.device), session.layout.world)
     write_atomically(directory.config, dump_yaml(session.config))
     directory.diff.unlink(missing_ok=True)
     if diff := git_diff():
         write_atomically(directory.diff, diff)
-    directory.write_environment({**identity, TRAINER: session.trainer, **found})
+    directory.write_environment({**identity, TRAINER: session.method.name, **found})
     if mirror is not None:
         mirror.claim(directory)

@@ -17,7 +17,7 @@ from burnish.checkpoint.save import ModelContents
 from burnish.config.schema import DataConfig, EngineConfig, ModelConfig, OptimConfig, RunConfig
 from burnish.data.loader import MEASURED, Loader, MeasuredLoader, MixedLoader
 from burnish.data.sources import Rows, load_rows
-from burnish.data.tasks import ExampleDataset, Mixture, PromptDataset
+from burnish.data.tasks import ExampleDataset, ItemSequence, Mixture, PromptDataset
 from burnish.data.tokenizer import (
     eos_token_ids,
     load_tokenizer,
@@ -52,6 +52,7 @@ from burnish.models.meta_init import (
 from burnish.records.seeds import derive_seed
 from burnish.rewards.pool import RewardPool
 from burnish.rollout.base import Sampling
+from burnish.runs.verify_inputs import Intact
 from burnish.tracking.progress import Progress
 
 if TYPE_CHECKING:
@@ -60,7 +61,7 @@ if TYPE_CHECKING:
 _MEGABYTE = 1_000_000
 _log = logging.getLogger(__name__)
 
-Dataset = TypeVar("Dataset", PromptDataset, ExampleDataset)
+Dataset = TypeVar("Dataset", bound=ItemSequence[Any])
 
 
 @dataclass(frozen=True, slots=True)
@@ -365,11 +366,11 @@ def train_dataset(
         from burnish.data.streaming import Stream
 
         return Stream(parts)
-    return Mixture(parts)
+    return Mixture(cast(list[Any], parts))
 
 
 def make_loader(
-    dataset: PromptDataset | ExampleDataset | Mixture[Any],
+    dataset: ItemSequence[Any],
     data: DataConfig,
     seed: int,
     *,
@@ -474,6 +475,15 @@ def prove_loaded(
 
     dtype = compute_dtype(settings)
     loaded.prove_loaded(engine, hf_config, source.directory, flops, dtype, part)
+
+
+def load_start(foundation: Foundation, engine: Engine, intact: Intact) -> Engine:
+    """Return the frozen model that training starts from; under a fresh adapter that is `engine`, with the adapter off. Collective."""
+    adapter = foundation.config.model.adapter
+    if adapter and adapter.path is None:
+        return engine
+    intact.require(*foundation.places(fresh=True))
+    return load_frozen(foundation, engine)
 
 
 def load_frozen(foundation: Foundation, beside: Engine | None = None) -> Engine:

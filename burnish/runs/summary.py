@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 
-from burnish.config.constraints import Command
 from burnish.config.schema import (
     AlgorithmConfig,
     BatchConfig,
@@ -27,6 +26,7 @@ from burnish.errors import BurnishError, UsageError, bytes_text, count_text, tab
 from burnish.families import ModelShape
 from burnish.files.hub import is_elsewhere
 from burnish.files.safetensors import read_header, weight_files
+from burnish.method import Method
 from burnish.runs.preflight import data_sizes, is_asked_here, model_fields
 from burnish.runs.run_directory import committed_steps
 
@@ -34,12 +34,13 @@ _BRIEF = ("model", "engine", "layout", "train on", "validate on", "length", "wri
 # Most seconds for counting the rows of a data set.
 _COUNTING_SECONDS = 0.3
 _CHUNK = 1 << 20
-_Row = tuple[str, str]
+Row = tuple[str, str]
+"""A name and what is said of it."""
 
 
 def summary(
     config: RunConfig,
-    command: Command,
+    method: Method,
     world: int,
     run_dir: Path | None = None,
     memory: str | None = None,
@@ -47,41 +48,31 @@ def summary(
     brief: bool = False,
 ) -> str:
     """Return aligned lines that say what a run does; unless `brief`, also sizes, formula, saving and `memory`."""
-    engine, data, evaluation = config.engine, config.data, config.evaluation
+    engine, data = config.engine, config.data
     processes = count_text(world, "process")
     rows = [
         ("model", f"{_model(config.model, run_dir)}{_parameters(config.model)}"),
         ("engine", f"{engine.kind}, precision {engine.precision}, {processes}"),
     ]
-    if command == "eval" and config.rollout.engine == "openai":
+    if not method.trains and config.rollout.engine == "openai":
         rows = [("model", f"{config.rollout.model} at {config.rollout.url}")]
+    rows += [("layout", _layout(engine, world))] if method.trains and world > 1 else []
     count, about = 0, ""
-    if command == "eval":
-        rows.append(("validate on", _data(data.validation, "data.validation")[0]))
-        measures = "loss per token of held-out examples (there are no reward.functions)"
-        sampled = f"{evaluation.n} per prompt, {_sampling(evaluation)}"
-        rows.append(("completions", sampled) if config.reward.given else ("measures", measures))
-    else:
-        rows += [("layout", _layout(engine, world))] if world > 1 else []
+    if method.trains:
         text, count, about = _data(data.train, "data.train")
         rows.append(("train on", text))
-        if evaluation.every:
-            rows.append(("validate on", _data(data.validation, "data.validation")[0]))
-    if command == "sft":
-        rows.append(("step", count_text(config.batch.examples, "example")))
-    if command == "rl":
-        rows += _sampling_rows(config.batch, config.rollout, data.max_prompt_length)
-        rows += _formula_rows(config.algorithm, config.critic, config.reward)
+    if config.evaluation.every or not method.trains:
+        rows.append(("validate on", _data(data.validation, "data.validation")[0]))
+    rows += method.facts(config)
     budget = config.batch.tokens_per_device
     rows.append(("micro-batch", f"at most {budget} tokens on each device"))
-    if command != "eval":
+    if method.trains:
         rows.append(("learning rate", _learning_rate(config.optim)))
         length = count_text(config.steps or config.epochs, "step" if config.steps else "epoch")
         if count and not config.steps:
-            taken = config.batch.examples if command == "sft" else config.batch.prompts
-            across = command == "rl" and config.algorithm.dynamic_sampling.enabled
-            once, times = (config.epochs, 1) if across else (1, config.epochs)
-            steps = times * math.ceil(once * count / taken)
+            steps = _steps(
+                count, method.rows_per_step(config), config.epochs, method.stays_in_epoch(config)
+            )
             length += f", {about}{count_text(steps, 'step')}"
         rows.append(("length", length))
         saved = [] if config.resume == "fresh" else committed_steps(config.directory)
@@ -90,6 +81,12 @@ def summary(
     if brief:
         rows = [row for row in rows if row[0] in _BRIEF]
     return "\n".join(f"  {line}" for line in table(rows))
+
+
+def _steps(rows: int, taken: int, epochs: int, stays_in_epoch: bool) -> int:
+    if stays_in_epoch:
+        return epochs * math.ceil(rows / taken)
+    return math.ceil(epochs * rows / taken)
 
 
 def _layout(engine: EngineConfig, world: int) -> str:
@@ -103,20 +100,22 @@ def _layout(engine: EngineConfig, world: int) -> str:
     return " × ".join(f"{size} {name}" for name, size in sizes.items())
 
 
-def _sampling_rows(
+def sampling_rows(
     batch: BatchConfig, rollout: RolloutConfig, longest_prompt: int | None
-) -> Iterator[_Row]:
+) -> Iterator[Row]:
+    """Yield the size of a step that draws completions."""
     completions = f"{count_text(batch.prompts, 'prompt')} × {count_text(rollout.n, 'completion')}"
     updates = count_text(batch.minibatches * batch.epochs, "optimizer step")
     yield "step", f"{completions} = {batch.prompts * rollout.n} sequences, {updates}"
     prompt = f"prompt at most {longest_prompt} tokens, " if longest_prompt else ""
     yield "lengths", f"{prompt}completion at most {rollout.max_response_length} tokens"
-    yield "completions", _sampling(rollout)
+    yield "completions", sampling_text(rollout)
 
 
-def _formula_rows(
+def formula_rows(
     algorithm: AlgorithmConfig, critic: CriticConfig, reward: RewardConfig
-) -> Iterator[_Row]:
+) -> Iterator[Row]:
+    """Yield the formula, the critic and the reward."""
     kl = f", KL {algorithm.kl.coef} in the {algorithm.kl.place}" if algorithm.kl.coef else ""
     formula = (algorithm.advantage, algorithm.policy_loss, algorithm.aggregation)
     yield "formula", f"{', '.join(formula)}{kl}"
@@ -138,7 +137,7 @@ def _learning_rate(optim: OptimConfig) -> str:
 
 def _output_rows(
     checkpoint: CheckpointConfig, directory: Path, mirror: str | None, saved: Sequence[Path]
-) -> Iterator[_Row]:
+) -> Iterator[Row]:
     interval, best = checkpoint.save_every, checkpoint.keep_best
     often = "about every 30 minutes" if interval == "auto" else f"every {interval} steps"
     parts = [f"{often} and at the end" if interval else "at the end"]
@@ -170,7 +169,8 @@ def _model(model: ModelConfig, run_dir: Path | None) -> str:
     return f"{model.path}, an adapter of rank {model.adapter.rank} on {layers}"
 
 
-def _sampling(sampling: SamplingConfig) -> str:
+def sampling_text(sampling: SamplingConfig) -> str:
+    """Return how tokens are drawn, on one line."""
     parts = [f"temperature {sampling.temperature:g}"]
     parts += [f"top-k {sampling.top_k}"] if sampling.top_k else []
     parts += [f"top-p {sampling.top_p:g}"] if sampling.top_p < 1 else []

@@ -17,7 +17,7 @@ from burnish.checkpoint.manifest import ADAPTER_STATE, IMPORTED, STATE
 from burnish.checkpoint.steps import CommittedStep
 from burnish.checkpoint.write_plan import MAIN
 from burnish.config.schema import AlgorithmConfig, RewardFunctionConfig
-from burnish.data.tasks import ExampleDataset, Mixture, PromptDataset
+from burnish.data.tasks import ItemSequence
 from burnish.engines.base import Engine, Part
 from burnish.errors import BurnishError, IncompatibleError, table
 from burnish.files.safetensors import model_digest
@@ -114,16 +114,20 @@ class Fingerprints:
     def of(
         cls,
         tokenizer: PreTrainedTokenizerBase,
-        data: ExampleDataset | PromptDataset | Mixture[Any],
+        data: ItemSequence[Any],
         model: str | None,
         algorithm: AlgorithmConfig | None = None,
         rewards: Iterable[RewardFunctionConfig] = (),
+        *,
+        method: str = "",
     ) -> Fingerprints:
-        """Fingerprint the inputs. `model` is a local directory."""
+        """Fingerprint the inputs. `model` is a local directory, `method` the FILE.py:CLASS of a method of one's own."""
         special = [tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id]
         vocabulary = [sorted(tokenizer.get_vocab().items()), special]
         rules = [_rules(tokenizer), tokenizer.chat_template]
         formula = "" if algorithm is None else _formula_digest(algorithm)
+        if method:
+            formula = _digest([formula, fingerprint(method, "METHOD")])
         digests = _digest(vocabulary), _digest(rules), len(data), data.digest
         scores = [fingerprint(each.function, "reward.functions", BUILTINS) for each in rewards]
         return cls(*digests, formula, _weights_digest(model), _digest(scores))

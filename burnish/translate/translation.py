@@ -10,13 +10,14 @@ import shlex
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from burnish.config.constraints import Command, check
 from burnish.config.document import one_line, write_yaml
 from burnish.config.foreign_names import explain_foreign, known_ending, translate_setting
 from burnish.config.keys import is_default, known_keys
 from burnish.config.load import load_settings
 from burnish.config.suggestions import suggestion
 from burnish.errors import UsageError
+from burnish.methods.rl import RL
+from burnish.methods.sft import SFT
 from burnish.translate.foreign_arguments import Arguments, read_arguments
 from burnish.translate.trl import combine_trl
 from burnish.translate.verl import combine_verl
@@ -90,17 +91,17 @@ def _refusal(settings: Mapping[str, Any]) -> str:
 
 def _written(settings: Mapping[str, Any], left_out: Sequence[str]) -> str:
     """Return settings that are no defaults as YAML, and as comments what was left out and what is still to do."""
-    command: Command = "rl" if any(key.startswith(_OF_RL) for key in settings) else "sft"
-    if command == "sft":
+    method = RL() if any(key.startswith(_OF_RL) for key in settings) else SFT()
+    if not method.generates:
         settings = {_of_sft(key): value for key, value in settings.items()}
     tree = _nested({key: value for key, value in settings.items() if not is_default(key, value)})
-    lines = [f"# for burnish {command}"]
+    lines = [f"# for burnish {method.name}"]
     if tree:
         lines += write_yaml(tree).splitlines()
     if left_out:
         lines += ["", "# Left out:", *(f"#   {reason}" for reason in left_out)]
     try:
-        check(load_settings(tree, {}), command, None)
+        method.check(load_settings(tree, {}), None)
     except UsageError as error:
         lines += ["", "# Still to do:", *(f"#   {line}" for line in str(error).splitlines())]
     return "\n".join(lines) + "\n"

@@ -14,9 +14,10 @@ from support.models.tokenizers import char_tokenizer, save_char_tokenizer
 from burnish.cli.main import main
 from burnish.config.document import dump_yaml
 from burnish.config.load import load_config
-from burnish.config.schema import ModelConfig, RunConfig
+from burnish.config.schema import RunConfig
 from burnish.errors import UsageError, install
 from burnish.files.remote import Remote
+from burnish.methods.table import METHODS
 from burnish.runs.run_directory import committed_steps
 
 
@@ -394,10 +395,6 @@ def test_each_command_starts_its_trainer(
     stand_in("methods.parts.offline_training.train", None)
     stand_in("methods.parts.online_training.train", None)
     stand_in("methods.parts.validation.evaluate", {"val/reward/mean": 0.5, "val/n": 12.0})
-    model, step = ModelConfig(path="./newest"), object()
-    monkeypatch.setattr(
-        "burnish.methods.parts.validation.newest_model", lambda *given: (model, step)
-    )
     directory = begin_run(work)
     for command in ("sft", "rl"):
         assert main([command, "c.yaml", "steps=5"]) == 0
@@ -407,17 +404,15 @@ def test_each_command_starts_its_trainer(
     assert main(["eval", str(directory), "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == {"val/reward/mean": 0.5, "val/n": 12.0}
     config = load_config("c.yaml", ["steps=5"])
-    decided = config.engine.model_copy(update={"precision": started[0][1].engine.precision})
-    config = config.model_copy(update={"engine": decided})
-    assert [given[:3] for given in started[:3]] == [
-        ("methods.parts.offline_training.train", config, config),
-        ("methods.parts.online_training.train", config, config),
-        ("methods.parts.validation.evaluate", config, config),
+    assert [given[:3] for given in started[:2]] == [
+        ("methods.parts.offline_training.train", METHODS["sft"], config),
+        ("methods.parts.online_training.train", METHODS["rl"], config),
     ]
-    assert started[2][3:5] == (None, config.directory)
-    (_, evaluated, _, *given) = started[3]
+    (_, evaluated, *_, run_dir) = started[2]
+    assert (evaluated, run_dir) == (config, None)
+    (_, evaluated, *_, run_dir) = started[3]
     assert isinstance(evaluated, RunConfig)
-    assert (evaluated.model, *given[:2]) == (model, step, directory)
+    assert run_dir == directory
     caplog.clear()
     assert main(["rl", "c.yaml", "name=null"]) == 0
     assert "rl, run tiny-rl" in caplog.text

@@ -6,11 +6,11 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from burnish.config import constraints
-from burnish.config.constraints import Command, check
 from burnish.config.keys import known_keys
 from burnish.config.load import load_config
 from burnish.config.schema import RunConfig
 from burnish.errors import UsageError
+from burnish.methods.table import METHODS
 
 GOOD = ["model.path=m", "data.train=[t]", "reward.functions=[{function: numeric}]"]
 
@@ -19,29 +19,29 @@ def config_of(*overrides: str) -> RunConfig:
     return load_config(None, [*GOOD, *overrides])
 
 
-def refused(command: Command, *overrides: str, world: int = 1) -> str:
+def refused(command: str, *overrides: str, world: int = 1) -> str:
     with pytest.raises(UsageError) as caught:
-        check(config_of(*overrides), command, world)
+        METHODS[command].check(config_of(*overrides), world)
     return str(caught.value)
 
 
 @pytest.mark.parametrize("command", ["sft", "rl"])
-def test_a_good_configuration_passes(command: Command) -> None:
-    check(config_of(), command, world=4)
+def test_a_good_configuration_passes(command: str) -> None:
+    METHODS[command].check(config_of(), world=4)
 
 
 @pytest.mark.parametrize("command", ["sft", "rl"])
-def test_copies_of_the_model_divide_the_processes(command: Command) -> None:
-    check(config_of("engine.replicas=2"), command, world=4)
+def test_copies_of_the_model_divide_the_processes(command: str) -> None:
+    METHODS[command].check(config_of("engine.replicas=2"), world=4)
     message = refused(command, "engine.replicas=4", world=6)
     assert "engine.replicas: 4, 6 processes" in message
     assert "engine.replicas=2 or 3" in message
 
 
 @pytest.mark.parametrize("command", ["sft", "rl"])
-def test_groups_that_share_a_micro_batch_divide_the_processes(command: Command) -> None:
+def test_groups_that_share_a_micro_batch_divide_the_processes(command: str) -> None:
     shared = ["engine.sequence_parallel=2", "engine.tensor_parallel=2"]
-    check(config_of(*shared, "engine.replicas=2"), command, world=8)
+    METHODS[command].check(config_of(*shared, "engine.replicas=2"), world=8)
     message = refused(command, *shared, world=6)
     assert "engine.sequence_parallel: 2, engine.tensor_parallel: 2, 6 processes" in message
     assert " 2 or 3" in message
@@ -52,7 +52,7 @@ def test_groups_that_share_a_micro_batch_divide_the_processes(command: Command) 
 
 def test_a_pipeline_shares_its_micro_batches() -> None:
     megatron = ["engine.kind=megatron", "engine.pipeline_parallel=2", "engine.tensor_parallel=2"]
-    check(config_of(*megatron), "sft", world=8)
+    METHODS["sft"].check(config_of(*megatron), world=8)
     message = refused("sft", *megatron, world=6)
     assert "engine.tensor_parallel: 2, engine.pipeline_parallel: 2, 6 processes" in message
     assert " 2 or 3" in message
@@ -63,10 +63,10 @@ def test_a_pipeline_shares_its_micro_batches() -> None:
 
 def test_experts_divide_the_processes_of_a_stage() -> None:
     experts = ["engine.kind=megatron", "engine.tensor_parallel=2", "engine.expert_parallel=4"]
-    check(config_of(*experts), "sft", world=8)
+    METHODS["sft"].check(config_of(*experts), world=8)
     message = refused("sft", *experts, world=4)
     assert "engine.expert_parallel: 4 × 2 " in message
-    check(config_of(*experts, "engine.expert_tensor_parallel=1"), "sft", world=4)
+    METHODS["sft"].check(config_of(*experts, "engine.expert_tensor_parallel=1"), world=4)
     message = refused("sft", *experts, "engine.pipeline_parallel=2", world=8)
     assert "4 processes" in message
 
@@ -96,7 +96,7 @@ def test_an_engine_refuses_what_only_the_other_has(kind: str, setting: str, valu
 
 def test_transformer_engines_layers_are_refused_for_what_is_to_be_exact() -> None:
     asked = ["engine.kind=megatron", "engine.layers=transformer_engine"]
-    check(config_of(*asked), "sft", world=1)
+    METHODS["sft"].check(config_of(*asked), world=1)
     message = refused("sft", *asked, "engine.precision=fp32", world=1)
     assert "engine.precision: fp32" in message
     assert "engine.precision=auto" in message
@@ -112,23 +112,25 @@ def test_decays_are_refused_that_rounding_to_bf16_may_undo(beta: float) -> None:
         if stands:
             assert f"optim.betas: {betas.replace(',', ', ')}" in refused("sft", *asked)
         else:
-            check(config_of(*asked), "sft")
+            METHODS["sft"].check(config_of(*asked))
 
 
 def test_a_micro_batch_is_as_long_as_its_processes_are_many() -> None:
     lengths = ["data.max_length=100", "batch.tokens_per_device=50"]
-    check(config_of(*lengths, "engine.sequence_parallel=2"), "sft", world=2)
+    METHODS["sft"].check(config_of(*lengths, "engine.sequence_parallel=2"), world=2)
     message = refused("sft", *lengths, "data.max_length=101", "engine.sequence_parallel=2", world=2)
     assert "batch.tokens_per_device: 50 × engine.sequence_parallel: 2" in message
     assert "batch.tokens_per_device=51" in message
 
 
 def test_how_an_adapter_is_published_is_no_part_of_it() -> None:
-    check(config_of("model.path=m", "model.lora.path=a", "model.lora.publish=adapter"), "sft")
+    METHODS["sft"].check(
+        config_of("model.path=m", "model.lora.path=a", "model.lora.publish=adapter")
+    )
 
 
 def test_a_reward_model_is_a_reward() -> None:
-    check(config_of(*GOOD, "reward.functions=[]", "reward.models=[{path: judge}]"), "rl")
+    METHODS["rl"].check(config_of(*GOOD, "reward.functions=[]", "reward.models=[{path: judge}]"))
 
 
 def test_reward_models_are_refused_beside_an_endpoint() -> None:
@@ -138,7 +140,7 @@ def test_reward_models_are_refused_beside_an_endpoint() -> None:
 
 
 def test_a_good_evaluation_passes() -> None:
-    check(load_config(None, ["model.path=m", "data.validation=[v]"]), "eval")
+    METHODS["eval"].check(load_config(None, ["model.path=m", "data.validation=[v]"]))
 
 
 @pytest.mark.parametrize(
@@ -158,12 +160,12 @@ def test_an_endpoints_url_is_an_address(place: str, is_fine: bool) -> None:
     asked = ["rollout.engine=openai", f"rollout.url=http://{place}", "rollout.model=m"]
     given = ["model.path=m", "data.validation=[v]", "reward.functions=r.py:right", *asked]
     if is_fine:
-        check(load_config(None, given), "eval")
+        METHODS["eval"].check(load_config(None, given))
     else:
         assert f"rollout.url: http://{place}" in refused("eval", *given)
 
 
-BAD: list[tuple[Command, list[str], list[str]]] = [
+BAD: list[tuple[str, list[str], list[str]]] = [
     ("sft", ["checkpoint.keep_best.metric=val/loss", "evaluation.every=1", "data.validation=[v]"], ["checkpoint.keep_best.metric: val/loss", "set checkpoint.keep_best.mode"]),
     ("rl", ["checkpoint.keep_best.mode=max"], ["checkpoint.keep_best.mode: max", "set checkpoint.keep_best.metric"]),
     ("sft", ["checkpoint.keep_best={metric: val/loss, mode: min}"], ["evaluation.every: 0", "set evaluation.every"]),
@@ -282,9 +284,7 @@ BAD: list[tuple[Command, list[str], list[str]]] = [
 
 
 @pytest.mark.parametrize(("command", "overrides", "facts"), BAD)
-def test_what_does_not_go_together(
-    command: Command, overrides: list[str], facts: list[str]
-) -> None:
+def test_what_does_not_go_together(command: str, overrides: list[str], facts: list[str]) -> None:
     message = refused(command, *overrides)
     for fact in facts:
         assert fact in message
@@ -322,18 +322,18 @@ def test_what_does_not_go_together(
         ("sft", ["data.max_length=8192"]),
     ],
 )
-def test_what_goes_together(command: Command, overrides: list[str]) -> None:
-    check(config_of(*overrides), command)
+def test_what_goes_together(command: str, overrides: list[str]) -> None:
+    METHODS[command].check(config_of(*overrides))
 
 
 def test_every_process_needs_a_sequence() -> None:
-    check(config_of("batch.examples=4"), "sft", world=4)
+    METHODS["sft"].check(config_of("batch.examples=4"), world=4)
     assert "batch.examples: 4, 5 processes" in refused("sft", "batch.examples=4", world=5)
     one_each = ["batch.prompts=4", "batch.minibatches=2", "rollout.n=2"]
-    check(config_of(*one_each), "rl", world=4)
+    METHODS["rl"].check(config_of(*one_each), world=4)
     assert "= 4, 5 processes" in refused("rl", *one_each, world=5)
     shared = ["batch.examples=4", "engine.sequence_parallel=2"]
-    check(config_of(*shared), "sft", world=8)
+    METHODS["sft"].check(config_of(*shared), world=8)
     assert "batch.examples: 4, 5 " in refused("sft", *shared, world=10)
 
 
@@ -379,14 +379,14 @@ def test_the_sizes_suggested_divide(prompts: int, minibatches: int) -> None:
     ],
 )
 def test_a_place_is_refused_in_training_and_evaluation(
-    command: Command, setting: str, needed: str
+    command: str, setting: str, needed: str
 ) -> None:
     assert needed in refused(command, setting)
 
 
 def test_the_weights_of_a_mixture_fit_its_entries() -> None:
     mixed = ["data.train=[a, b]", "data.weights=[3, 1]"]
-    check(config_of(*mixed, "steps=5"), "rl")
+    METHODS["rl"].check(config_of(*mixed, "steps=5"))
     for wrong in (
         mixed,  # without steps
         ["data.train=[a]", *mixed[1:], "steps=5"],
@@ -397,14 +397,14 @@ def test_the_weights_of_a_mixture_fit_its_entries() -> None:
 
 def test_what_needs_all_rows_is_refused_where_they_are_streamed() -> None:
     streamed = ["data.train=[a]", "data.streaming=64"]
-    check(config_of(*streamed, "steps=5"), "rl")
+    METHODS["rl"].check(config_of(*streamed, "steps=5"))
     for wrong in ([], ["steps=5", "data.curriculum=hard"], ["steps=5", "data.overlong=error"]):
         assert "data.streaming" in refused("sft", *streamed, *wrong)
 
 
 def test_a_measured_curriculum_needs_rewards_to_compare() -> None:
     measured = ["data.train=[a]", "data.curriculum=measured"]
-    check(config_of(*measured, "steps=5"), "rl")
+    METHODS["rl"].check(config_of(*measured, "steps=5"))
     models = ["reward.models=[{path: m}]", "rollout.place=child"]
     for wrong in (
         [],

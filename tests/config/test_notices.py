@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import pytest
 
-from burnish.config.constraints import _UNUSED, notices
 from burnish.config.keys import known_keys
 from burnish.config.load import load_config
+from burnish.methods.table import METHODS
 
 GSPO = "algorithm.policy_loss=gspo"
 PAPER = [
@@ -15,7 +15,7 @@ PAPER = [
 
 
 def said(*overrides: str) -> list[str]:
-    return list(notices(load_config(None, overrides), "rl"))
+    return list(METHODS["rl"].notices(load_config(None, overrides)))
 
 
 def test_nothing_is_said_of_what_is_as_usual() -> None:
@@ -31,7 +31,7 @@ def test_held_out_data_that_are_hardly_looked_at() -> None:
     (line,) = said(data, "evaluation.before=false")
     assert "data.validation" in line
     assert said(data, "evaluation.every=5") == []
-    assert list(notices(load_config(None, [data]), "eval")) == []
+    assert list(METHODS["eval"].notices(load_config(None, [data]))) == []
 
 
 @pytest.mark.parametrize("aggregation", ["token_mean", "sequence_sum_fixed"])
@@ -70,15 +70,17 @@ def test_what_a_command_does_not_use() -> None:
         GSPO,
     ]
     config = load_config(None, given)
-    (line,) = notices(config, "sft")
+    (line,) = METHODS["sft"].notices(config)
     assert line.endswith(" sft: reward, algorithm, batch.prompts, evaluation.temperature")
-    assert next(notices(config, "rl")).endswith(" rl: batch.examples")
-    assert list(notices(config, "eval")) == []
-    assert list(notices(load_config(None, shared), "sft")) == []
+    assert next(METHODS["rl"].notices(config)).endswith(" rl: batch.examples")
+    assert list(METHODS["eval"].notices(config)) == []
+    assert list(METHODS["sft"].notices(load_config(None, shared))) == []
 
 
 def test_what_a_command_does_not_use_are_settings() -> None:
-    assert [name for names in _UNUSED.values() for name in names if name not in known_keys()] == []
+    assert [
+        name for method in METHODS.values() for name in method.unread if name not in known_keys()
+    ] == []
 
 
 def test_drawing_ahead_without_a_correction() -> None:
@@ -86,7 +88,7 @@ def test_drawing_ahead_without_a_correction() -> None:
     assert "algorithm.mismatch_cap" in line
     for corrected in ("mismatch_cap=2", "mismatch_reject=token", "old_logprobs=rollout"):
         assert said("rollout.ahead=2", f"algorithm.{corrected}") == []
-    assert list(notices(load_config(None, ["rollout.ahead=2"]), "eval")) == []
+    assert list(METHODS["eval"].notices(load_config(None, ["rollout.ahead=2"]))) == []
 
 
 def test_drawing_all_at_once() -> None:

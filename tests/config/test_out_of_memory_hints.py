@@ -14,7 +14,7 @@ def asked(
     trainer: Literal["sft", "rl"], phase: str, *parts: str, on_cpu: bool = False, **sections: Any
 ) -> list[str]:
     config = RunConfig.model_validate(sections)
-    return remedies(config, trainer, phase, parts, on_cpu=on_cpu)
+    return remedies(config, trainer == "rl", phase, parts, on_cpu=on_cpu)
 
 
 @pytest.mark.parametrize(

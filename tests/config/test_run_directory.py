@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from burnish.config.constraints import check
 from burnish.config.load import load_config
 from burnish.errors import UsageError
+from burnish.methods.table import METHODS, method_meant_by
 
 GOOD = ["model.path=m", "data.train=[t]", "name=my"]
 
@@ -22,7 +22,7 @@ GOOD = ["model.path=m", "data.train=[t]", "name=my"]
 )
 def test_where_a_run_lies(overrides: list[str], directory: str, mirror: str | None) -> None:
     config = load_config(None, [*GOOD, *overrides])
-    check(config, "sft")
+    METHODS["sft"].check(config)
     assert config.directory == Path(directory)
     assert config.mirror_url == mirror
 
@@ -41,7 +41,7 @@ def test_where_a_run_lies(overrides: list[str], directory: str, mirror: str | No
 )
 def test_a_run_without_a_name_has_its_models(overrides: list[str], name: str) -> None:
     config = load_config(None, ["model.path=m", *overrides])
-    assert config.directory == Path("runs") / name
+    assert method_meant_by(config).named(config).directory == Path("runs") / name
 
 
 @pytest.mark.parametrize(
@@ -56,5 +56,5 @@ def test_a_run_without_a_name_has_its_models(overrides: list[str], name: str) ->
 )
 def test_what_makes_no_sense(overrides: list[str], words: str) -> None:
     with pytest.raises(UsageError) as caught:
-        check(load_config(None, [*GOOD, *overrides]), "sft")
+        METHODS["sft"].check(load_config(None, [*GOOD, *overrides]))
     assert words in str(caught.value)

@@ -20,6 +20,7 @@ from burnish.data.splits import folder_files
 from burnish.data.streaming import open_rows
 from burnish.errors import BurnishError, MissingError, UsageError
 from burnish.files.remote import Remote
+from burnish.methods.table import METHODS
 from burnish.runs.preflight import require_inputs
 
 CARD = """---
@@ -177,7 +178,7 @@ def test_a_missing_split_is_refused_before_the_run(tmp_path: Path) -> None:
     folder = fill(tmp_path / "rows", ["test.jsonl"])
     config = RunConfig.model_validate({"data": {"train": [str(folder)]}})
     with pytest.raises(BurnishError, match=r"rows:test"):
-        require_inputs(config, "sft")
+        require_inputs(config, METHODS["sft"])
 
 
 def test_a_saved_dataset_is_read_exactly(tmp_path: Path) -> None:

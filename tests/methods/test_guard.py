@@ -19,7 +19,7 @@ from support.runs.training_files import FRESH, RL
 from torch import Tensor, nn
 from transformers import AutoConfig
 
-from burnish.api import run_command
+from burnish.api import run_method
 from burnish.boxes.shards import Publication
 from burnish.config.schema import LoraConfig, RunConfig
 from burnish.distributed.layout import Layout
@@ -28,6 +28,7 @@ from burnish.engines.base import Part
 from burnish.errors import BurnishError
 from burnish.methods.parts.guard import Guard
 from burnish.methods.parts.policy_update import PolicyUpdate
+from burnish.methods.table import METHODS
 from burnish.models.meta_init import count_flops
 from burnish.records import Completion, Prompt, Request
 from burnish.rollout.base import Sampling, Watch
@@ -223,10 +224,10 @@ def test_a_run_stops_before_it_trains_on_what_a_stale_head_draws(
     work: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(work)
-    run_command("rl", settings_of("honest"))
+    run_method(METHODS["rl"], settings_of("honest"))
     monkeypatch.setattr("burnish.rollout.builtin.generator.BuiltinGenerator", Stale)
     with pytest.raises(BurnishError, match=r"model\.embed_tokens\.weight"):
-        run_command("rl", settings_of("stale", check_every=1))
+        run_method(METHODS["rl"], settings_of("stale", check_every=1))
     assert committed(work / "runs/stale/checkpoints") == []
 
 
@@ -249,5 +250,5 @@ def test_it_compares_at_the_start_and_every_so_often(
             return super().generate(requests, sampling, watch)
 
     monkeypatch.setattr("burnish.rollout.builtin.generator.BuiltinGenerator", Noting)
-    run_command("rl", settings_of(f"noting_{limit}", max_disagreement=limit))
+    run_method(METHODS["rl"], settings_of(f"noting_{limit}", max_disagreement=limit))
     assert checks == [4] * wanted

@@ -17,12 +17,13 @@ from support.nightly import by_day
 from support.runs.training_files import RL, metrics, rollouts, weights
 
 from burnish.algorithms.schedule import learning_rate
-from burnish.api import run_command
+from burnish.api import run_method
 from burnish.config.schema import RunConfig
 from burnish.engines.base import Part
 from burnish.engines.torch.torch_engine import TorchEngine
 from burnish.errors import StoppedError, UsageError
 from burnish.methods.parts.policy_update import PolicyUpdate, StepAdvantages
+from burnish.methods.table import METHODS
 from burnish.records import Batch, Completion, Request, TokenOutputs
 from burnish.rollout.base import Sampling, Watch
 from burnish.rollout.builtin.generator import BuiltinGenerator
@@ -65,7 +66,7 @@ def test_a_run_whose_completions_are_all_empty(
         "steps": 2,
         "checkpoint": {"save_every": 1},
     }
-    run_command("rl", RunConfig.model_validate({**RL, **settings, **EVERYTHING[case]}))
+    run_method(METHODS["rl"], RunConfig.model_validate({**RL, **settings, **EVERYTHING[case]}))
     run = work / "runs" / f"empty_{case}"
     rows = metrics(run)
     assert [row["step"] for row in rows] == [0, 1, 2]
@@ -116,7 +117,7 @@ def test_parked_models_leave_the_device_to_the_generator_and_learn_the_same(
             "rollout": UNGUARDED,
             **EVERYTHING["critic"],
         }
-        run_command("rl", RunConfig.model_validate({**RL, **settings}))
+        run_method(METHODS["rl"], RunConfig.model_validate({**RL, **settings}))
         assert len(engines) == 3
         assert len(held) >= 2
         assert all((size == 0) == park for size in held)
@@ -147,7 +148,7 @@ def test_kl_in_the_reward_scores_the_policy_once(
         "algorithm": {"kl": {"coef": 0.1, "place": "reward"}},
         "evaluation": {"every": 0},
     }
-    run_command("rl", RunConfig.model_validate({**RL, **settings}))
+    run_method(METHODS["rl"], RunConfig.model_validate({**RL, **settings}))
     assert len(passes) == 2 * 2
     assert sum(passes) == 2 * RL["batch"]["prompts"] * RL["rollout"]["n"]
 
@@ -169,7 +170,7 @@ def test_a_processor_without_products_in_bf16_is_named_once(
         "engine": {**RL.get("engine", {}), "precision": precision},
         **EVERYTHING["critic"],
     }
-    run_command("rl", RunConfig.model_validate({**RL, **settings}))
+    run_method(METHODS["rl"], RunConfig.model_validate({**RL, **settings}))
     said = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert sum("set engine.precision=fp32" in each for each in said) == warnings
 
@@ -198,7 +199,7 @@ def test_while_the_critic_learns_alone_the_policy_is_not_scored_and_its_schedule
         "algorithm": {"advantage": "gae", "kl": {"coef": 0.1}},
     }
     config = RunConfig.model_validate({**RL, **settings})
-    run_command("rl", config)
+    run_method(METHODS["rl"], config)
     assert scored == 2 * [*2 * [True], *2 * [False]]  # in the last two steps
     rows = metrics(work / "runs/waits")[1:]
     policy = [row["actor/lr"] for row in rows if "actor/lr" in row]
@@ -222,7 +223,9 @@ def test_the_reference_is_kept_in_the_dtype_of_computing_and_says_the_same(
     plain = TorchEngine.forward
     monkeypatch.setattr(TorchEngine, "forward", forward)
     settings = {"name": "half", "steps": 1, "engine": {"precision": "bf16"}}
-    run_command("rl", RunConfig.model_validate({**RL, **settings, **EVERYTHING["kl_in_loss"]}))
+    run_method(
+        METHODS["rl"], RunConfig.model_validate({**RL, **settings, **EVERYTHING["kl_in_loss"]})
+    )
     assert dtypes == [{torch.bfloat16}]
     assert metrics(work / "runs/half")[-1]["actor/kl_loss"] == 0
 
@@ -247,7 +250,9 @@ def test_the_generator_is_held_to_the_engine_and_its_mismatch_corrected(
         settings = {"name": name, "steps": 1, "rollout": {**RL["rollout"], "temperature": 0.7}}
         settings["batch"] = {**RL["batch"], "minibatches": 2 if name == "two" else 1}
         settings["engine"] = {**RL["engine"], "max_grad_norm": 100.0}
-        run_command("rl", RunConfig.model_validate({**RL, **settings, "algorithm": algorithm}))
+        run_method(
+            METHODS["rl"], RunConfig.model_validate({**RL, **settings, "algorithm": algorithm})
+        )
         return metrics(work / "runs" / name)[-1]
 
     plain = row("one")
@@ -281,8 +286,9 @@ def test_several_epochs_learn_from_the_same_mini_batches_and_resume_exactly(
     }
 
     def run(name: str, steps: int) -> Path:
-        run_command(
-            "rl", RunConfig.model_validate({**RL, **settings, "name": name, "steps": steps})
+        run_method(
+            METHODS["rl"],
+            RunConfig.model_validate({**RL, **settings, "name": name, "steps": steps}),
         )
         return work / "runs" / name
 
@@ -315,7 +321,7 @@ def test_a_signal_after_the_rollouts_stops_before_the_update(
     monkeypatch.setattr(PolicyUpdate, "assign_credit", interrupted)
     monkeypatch.setattr(TorchEngine, "forward_backward", None)
     with pytest.raises(StoppedError, match=r"(?s)SIGTERM.*step 0"):
-        run_command("rl", RunConfig.model_validate({**RL, "name": "before_the_update"}))
+        run_method(METHODS["rl"], RunConfig.model_validate({**RL, "name": "before_the_update"}))
     (step,) = committed(work / "runs/before_the_update/checkpoints")
     assert step.state["cursor"] == 0
 
@@ -327,7 +333,7 @@ def test_a_stop_token_of_the_configuration_ends_completions(
     monkeypatch.chdir(work)
     whole = list(range(RL["model"]["fresh"]["vocab_size"]))
     settings = {"name": "stops", "steps": 1, "rollout": {**RL["rollout"], "stop_token_ids": whole}}
-    run_command("rl", RunConfig.model_validate({**RL, **settings}))
+    run_method(METHODS["rl"], RunConfig.model_validate({**RL, **settings}))
     row = metrics(work / "runs/stops")[-1]
     assert row["response_length/max"] == row["response_length/mean"] == 1
     assert row["response_length/clip_ratio"] == 0
@@ -343,7 +349,7 @@ def test_rewards_see_a_stop_text_that_is_a_special_token(
     monkeypatch.chdir(work)
     rollout = {**RL["rollout"], "n": 16, "max_response_length": 40, "stop": ["<|im_start|>"]}
     settings = {"name": "marked", "steps": 1, "rollout": rollout, "tracking": {"rollouts_every": 1}}
-    run_command("rl", RunConfig.model_validate({**RL, **settings}))
+    run_method(METHODS["rl"], RunConfig.model_validate({**RL, **settings}))
     ended = [
         row["completion"].endswith("<|im_start|>") for row in rollouts(work / "runs/marked", 1)
     ]
@@ -363,9 +369,9 @@ def test_an_advantage_of_one_s_own_is_imported_once_and_before_the_model_is_load
     )
     algorithm = {"advantage": f"{own}:counted"}
     settings = {**RL, "name": "counted", "steps": 2, "algorithm": algorithm}
-    run_command("rl", RunConfig.model_validate(settings))
+    run_method(METHODS["rl"], RunConfig.model_validate(settings))
     assert log.read_text() == "import call call call "  # the first one is on made-up rollouts
     own.write_text("def counted(rollouts):\n    return rollouts.nothing\n")
     monkeypatch.setattr("burnish.methods.parts.online_training.lay_foundation", None)
     with pytest.raises(UsageError, match=r"algorithm\.advantage"):
-        run_command("rl", RunConfig.model_validate({**settings, "name": "refused"}))
+        run_method(METHODS["rl"], RunConfig.model_validate({**settings, "name": "refused"}))

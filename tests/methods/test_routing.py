@@ -12,13 +12,14 @@ import torch
 from support.models.tiny import save_tiny
 from support.runs.training_files import FRESH, MIXTURE, RL, metrics
 
-from burnish.api import run_command
+from burnish.api import run_method
 from burnish.config.schema import RunConfig
 from burnish.engines.base import LossFn
 from burnish.engines.factory import require_fitting
 from burnish.engines.torch.torch_engine import TorchEngine
 from burnish.errors import BurnishError, UsageError
 from burnish.methods.parts.critic import critic_foundation
+from burnish.methods.table import METHODS
 from burnish.records import Batch, Completion, Request
 from burnish.rollout.base import Sampling, Watch
 from burnish.rollout.builtin.generator import BuiltinGenerator
@@ -64,7 +65,7 @@ def test_old_logprobs_are_exactly_those_of_the_first_update(
 
     monkeypatch.setattr(TorchEngine, "forward_backward", compared)
     evened = {**RL["engine"], "router_aux_loss": 0.01}
-    run_command("rl", config_of(f"replay_{replay}", replay, engine=evened))
+    run_method(METHODS["rl"], config_of(f"replay_{replay}", replay, engine=evened))
     assert before == [True, False] * 2
     row = metrics(work / "runs" / f"replay_{replay}")[-1]
     assert row["actor/moe/load_imbalance"] >= 1
@@ -86,13 +87,15 @@ def test_a_generator_that_does_not_say_is_refused(
     monkeypatch.chdir(work)
     monkeypatch.setattr("burnish.rollout.builtin.generator.BuiltinGenerator", Silent)
     with pytest.raises(BurnishError, match="router_replay=recompute"):
-        run_command("rl", config_of("silent", "rollout"))
+        run_method(METHODS["rl"], config_of("silent", "rollout"))
 
 
 def test_a_model_without_routers_is_refused(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(work)
     with pytest.raises(UsageError, match=r"algorithm\.router_replay"):
-        run_command("rl", config_of("dense", "recompute", model={**RL["model"], "fresh": FRESH}))
+        run_method(
+            METHODS["rl"], config_of("dense", "recompute", model={**RL["model"], "fresh": FRESH})
+        )
 
 
 @pytest.mark.parametrize("dense", [True, False])

@@ -19,10 +19,10 @@ from support.models.tiny import save_base
 from support.runs.servers import Servers
 from support.runs.training_files import FRESH, RL, burnish, done, rollouts
 
-from burnish.config.constraints import check
 from burnish.config.schema import RunConfig
 from burnish.errors import UsageError
 from burnish.methods.parts.serve import visible_devices
+from burnish.methods.table import METHODS
 
 TESTS = Path(__file__).parents[1]
 ENVIRON = {
@@ -85,9 +85,9 @@ def test_a_run_without_sglang_is_refused_before_anything(work: Path) -> None:
 def test_as_many_processes_as_share_a_generator_are_needed() -> None:
     how = {**RL["rollout"], "engine": "sglang", "place": "child", "tensor_parallel": 2}
     config = RunConfig.model_validate({**RL, "rollout": how})
-    check(config, "rl", 4)
+    METHODS["rl"].check(config, 4)
     with pytest.raises(UsageError, match=r"rollout\.tensor_parallel"):
-        check(config, "rl", 3)
+        METHODS["rl"].check(config, 3)
 
 
 def test_a_generator_sees_the_devices_of_its_group(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,7 @@ from burnish.config.schema import RunConfig
 from burnish.distributed.accelerators import ACCELERATORS, accelerator_named
 from burnish.errors import UsageError
 from burnish.families import ModelShape
+from burnish.methods.table import METHODS
 from burnish.plan import devices
 from burnish.plan.devices import GIB, devices_here, parse_devices
 from burnish.plan.layout_search import Planner
@@ -136,7 +137,9 @@ def operations(command="sft", devices="1xH100-80G", judges=(), lora=(), **sectio
         "batch": {"examples": 1, "tokens_per_device": 64},
     }
     config, shapes = RunConfig.model_validate(values | sections), [ModelShape.of(j) for j in judges]
-    planner = Planner(ModelShape.of(MODEL), config, command, parse_devices(devices), shapes)
+    planner = Planner(
+        ModelShape.of(MODEL), config, METHODS[command], parse_devices(devices), shapes
+    )
     return planner.as_configured()[0].operations
 
 

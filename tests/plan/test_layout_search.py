@@ -4,11 +4,11 @@ from hypothesis import strategies as st
 from support.models.known_sizes import QWEN3_8B
 from support.nightly import draws
 
-from burnish.config.constraints import check
 from burnish.config.document import dump_yaml
 from burnish.config.load import load_config
 from burnish.config.schema import LoraConfig, RunConfig
 from burnish.families import ModelShape
+from burnish.methods.table import METHODS
 from burnish.plan.devices import parse_devices
 from burnish.plan.layout_search import Planner, why_not
 from burnish.plan.model import PlannedModel
@@ -30,7 +30,7 @@ RL = SFT | {
 def planner(values=SFT, command="sft", devices="64xH100-80G"):
     config = RunConfig.model_validate(values)
     shape = ModelShape.of(values["model"]["fresh"])
-    return Planner(shape, config, command, parse_devices(devices))
+    return Planner(shape, config, METHODS[command], parse_devices(devices))
 
 
 def plan_of(values=SFT, command="sft", devices="64xH100-80G"):
@@ -93,7 +93,7 @@ def test_what_is_recommended_is_a_good_configuration(values, command, tmp_path):
     path.write_text(dump_yaml(RunConfig.model_validate(values)))
     for plan in planner(values, command).all_plans()[::10]:
         config = load_config(path, plan.overrides())
-        check(config, command, 64)
+        METHODS[command].check(config, 64)
         assert config.engine == plan.engine
 
 

@@ -5,12 +5,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.models.known_sizes import QWEN3_8B
 
-from burnish.config.constraints import check
 from burnish.config.document import dump_yaml
 from burnish.config.load import load_config
 from burnish.config.schema import RunConfig
 from burnish.errors import UsageError
 from burnish.families import ModelShape
+from burnish.methods.table import METHODS
 from burnish.plan.devices import parse_devices
 from burnish.plan.layout_search import Planner
 from burnish.plan.megatron_memory import MegatronNeeds
@@ -53,7 +53,7 @@ def values_of(model=MODEL, **engine):
 def planner(values, devices="64xH100-80G"):
     config = RunConfig.model_validate(values)
     shape = ModelShape.of(values["model"]["fresh"])
-    return Planner(shape, config, "sft", parse_devices(devices))
+    return Planner(shape, config, METHODS["sft"], parse_devices(devices))
 
 
 def plan_of(values, devices="64xH100-80G"):
@@ -132,7 +132,7 @@ def test_a_critic_and_a_judge_are_cut_as_the_policy_is():
     }
     config, shape = RunConfig.model_validate(values), ModelShape.of(MODEL)
     devices = parse_devices("8xB200-180G")
-    plan, _ = Planner(shape, config, "rl", devices, [shape]).as_configured()
+    plan, _ = Planner(shape, config, METHODS["rl"], devices, [shape]).as_configured()
     parts = plan.phases["save"]
     stage = parts["weights"] / 2
     assert parts["critic"] == pytest.approx((2 + 4 + 12 / 2) * stage)
@@ -209,7 +209,7 @@ def test_what_is_recommended_is_a_good_configuration(model, devices, tmp_path):
     path.write_text(dump_yaml(RunConfig.model_validate(values_of(model))))
     for plan in plans[::10]:
         config = load_config(path, plan.overrides())
-        check(config, "sft", plan.devices.count)
+        METHODS["sft"].check(config, plan.devices.count)
         assert config.engine == plan.engine
 
 

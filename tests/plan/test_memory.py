@@ -9,6 +9,7 @@ from support.models.known_sizes import COUNTED as MODEL
 
 from burnish.config.schema import RunConfig
 from burnish.families import ModelShape
+from burnish.methods.table import METHODS
 from burnish.plan.devices import parse_devices
 from burnish.plan.layout_search import Planner
 
@@ -30,7 +31,7 @@ def plan(command="sft", devices="1xH100-80G", model=MODEL, judges=(), **sections
     config = RunConfig.model_validate(values | sections)
     shapes = [ModelShape.of(each) for each in judges]
     found = parse_devices(devices)
-    return Planner(ModelShape.of(model), config, command, found, shapes).as_configured()[0]
+    return Planner(ModelShape.of(model), config, METHODS[command], found, shapes).as_configured()[0]
 
 
 def test_slots_of_each_kind():

@@ -77,7 +77,9 @@ def test_mistakes_end_the_run(work, command, overrides, code, facts):
     assert not list((work / "runs/mistake").glob("checkpoints/step-*"))
 
 
-@pytest.mark.parametrize(("command", "module"), [("rl", "methods.parts.online_training"), ("eval", "runs.setup")])
+@pytest.mark.parametrize(
+    ("command", "module"), [("rl", "methods.parts.online_training"), ("eval", "runs.setup")]
+)
 def test_held_out_data_without_a_column_are_refused_before_the_model_is_loaded(
     work, command, module
 ):

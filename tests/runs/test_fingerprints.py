@@ -17,6 +17,7 @@ from burnish.data.sources import load_rows
 from burnish.data.tasks import ExampleDataset, PromptDataset
 from burnish.distributed.layout import Layout
 from burnish.errors import BurnishError, IncompatibleError
+from burnish.methods.table import METHODS
 from burnish.runs.run import Run
 from burnish.runs.session import open_run
 from burnish.runs.trainer_state import Fingerprints
@@ -100,7 +101,7 @@ def begin_with_own_data(layout: Layout, directory: Path) -> str:
     config = RunConfig.model_validate({"name": "run", "output_dir": str(directory)})
     inputs = Fingerprints("vocabulary", "rules", 10, f"the data of rank {layout.rank}")
     with (
-        open_run(config, "sft", layout, torch.device("cpu")) as session,
+        open_run(config, METHODS["sft"], layout, torch.device("cpu")) as session,
         pytest.raises(BurnishError) as error,
     ):
         Run(session, {}, inputs, 1)

@@ -17,6 +17,7 @@ from support.models.known_sizes import QWEN3_8B
 from burnish.config.schema import RunConfig
 from burnish.distributed.layout import Layout
 from burnish.errors import BurnishError
+from burnish.methods.table import METHODS
 from burnish.runs.session import Session, Trainer, open_run
 
 CPU = torch.device("cpu")
@@ -34,7 +35,7 @@ def run(
         "data": {"max_prompt_length": 512},
         **sections,
     }
-    with open_run(RunConfig.model_validate(values), trainer, Layout(), CPU) as session:
+    with open_run(RunConfig.model_validate(values), METHODS[trainer], Layout(), CPU) as session:
         yield session
 
 

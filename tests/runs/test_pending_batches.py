@@ -27,14 +27,15 @@ from support.runs.collectors import Collected
 from support.runs.same_runs import assert_same
 from support.runs.training_files import MIXTURE, RL, At, burnish, done, outcome, ranks, rollouts
 
-from burnish.api import run_command
+from burnish.api import run_method
 from burnish.boxes.shards import Publication
 from burnish.checkpoint.manifest import Commit, Manifest
 from burnish.checkpoint.steps import CommittedStep, verify
 from burnish.config.schema import RewardConfig, RunConfig
 from burnish.data.loader import Loader
 from burnish.errors import BurnishError, IncompatibleError
-from burnish.methods.parts.rollouts import RolloutQueue
+from burnish.methods.parts.rollouts import DrawnBatch, RolloutQueue
+from burnish.methods.table import METHODS
 from burnish.records import Completion, Prompt, Rollout
 from burnish.records.rollout_table import RolloutTable
 from burnish.rollout.builtin.generator import BuiltinGenerator
@@ -106,10 +107,12 @@ def test_a_batch_is_drawn_with_the_weights_of_so_many_steps_before(
     quiet = {"before": False, "every": 0}
     common = {**RL, **settings, "evaluation": quiet}
     rollout = {**common["rollout"], "ahead": lag}
-    run_command("rl", RunConfig.model_validate({**common, "name": case, "rollout": rollout}))
+    run_method(
+        METHODS["rl"], RunConfig.model_validate({**common, "name": case, "rollout": rollout})
+    )
     monkeypatch.setattr("burnish.rollout.builtin.generator.BuiltinGenerator", Behind)
     monkeypatch.setattr(Behind, "lag", lag, raising=False)
-    run_command("rl", RunConfig.model_validate({**common, "name": f"{case}_behind"}))
+    run_method(METHODS["rl"], RunConfig.model_validate({**common, "name": f"{case}_behind"}))
     found, wanted = (outcome(work / "runs" / name) for name in (case, f"{case}_behind"))
     for each in (found, wanted):  # where nothing is stale, a loop without `ahead` says nothing
         rows = json.loads(each.pop("metrics"))

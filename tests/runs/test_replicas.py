@@ -11,11 +11,11 @@ from support.ranks.processes import RankFailed, run_processes, torchrun_environ
 from support.runs.training_files import SFT, make_files
 from torch.distributed import TCPStore
 
-from burnish.api import run_command
-from burnish.config.constraints import check
+from burnish.api import run_method
 from burnish.config.schema import RunConfig
 from burnish.engines.torch.torch_engine import TorchEngine
 from burnish.errors import UsageError
+from burnish.methods.table import METHODS
 from burnish.models.names import model_shards
 
 TENSOR = "model.layers.1.mlp.up_proj.weight"
@@ -50,7 +50,7 @@ def _flips_a_bit(root: Path, rank: int, step: int) -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("burnish.engines.factory.TorchEngine", Faulty)
-        run_command("sft", _config(root))
+        run_method(METHODS["sft"], _config(root))
 
 
 @pytest.mark.parametrize(
@@ -73,4 +73,4 @@ def test_without_replicas_it_is_refused(tmp_path):
     config = _config(tmp_path)
     alone = config.model_copy(update={"engine": config.engine.model_copy(update={"replicas": 1})})
     with pytest.raises(UsageError, match=r"distributed\.check_replicas_every.*engine\.replicas"):
-        check(alone, "sft")
+        METHODS["sft"].check(alone)

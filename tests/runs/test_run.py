@@ -14,6 +14,7 @@ from burnish.config.schema import RunConfig
 from burnish.distributed.layout import Layout
 from burnish.errors import BurnishError, IncompatibleError, UsageError
 from burnish.files.lease import holding_lease
+from burnish.methods.table import METHODS
 from burnish.runs.run import Run
 from burnish.runs.session import open_run
 
@@ -23,7 +24,7 @@ def config_in(root: Path, **changes: object) -> RunConfig:
 
 
 def open_and_close(config: RunConfig, trainer: str = "sft") -> None:
-    with open_run(config, trainer, Layout(), torch.device("cpu")):
+    with open_run(config, METHODS[trainer], Layout(), torch.device("cpu")):
         pass
 
 
@@ -112,7 +113,7 @@ def test_how_a_save_went_is_said(
     said: str,
     saved: int | None,
 ) -> None:
-    with open_run(config_in(tmp_path), "sft", Layout(), torch.device("cpu")) as session:
+    with open_run(config_in(tmp_path), METHODS["sft"], Layout(), torch.device("cpu")) as session:
         run = object.__new__(Run)
         run._session = replace(session, checkpoints=OneSave(Finished(3, error, warning)))
         run._layout, run._saved_step, run._observers = session.layout, None, None

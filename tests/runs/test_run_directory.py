@@ -14,6 +14,7 @@ from burnish.config.resume import RunIdentity
 from burnish.config.schema import RunConfig
 from burnish.errors import BurnishError, IncompatibleError, MissingError
 from burnish.files.lease import LEASE, holding_lease
+from burnish.methods.table import METHODS
 from burnish.runs.hub_revisions import at_newest_steps
 from burnish.runs.preflight import require_inputs
 from burnish.runs.run_directory import make_way, require_own_directory
@@ -94,7 +95,7 @@ def test_a_run_that_has_begun_keeps_its_model(work: Path) -> None:
 
 def test_what_is_missing_names_what_there_is(work: Path) -> None:
     with pytest.raises(MissingError, match="step-00000009"):
-        require_inputs(config(model={"path": f"{STEPS}/step-00000007/model"}), "sft")
+        require_inputs(config(model={"path": f"{STEPS}/step-00000007/model"}), METHODS["sft"])
     Path("runs/empty/checkpoints").mkdir(parents=True)
     with pytest.raises(MissingError, match="runs/empty"):
         with_newest_steps(config(model={"path": "runs/empty"}))

@@ -14,6 +14,7 @@ from support.models.tiny import save_tiny, tiny_model
 
 from burnish.config.load import load_config
 from burnish.data.loader import Loader
+from burnish.methods.table import METHODS
 from burnish.runs.summary import summary
 
 MODEL = "model.fresh={model_type: qwen3, vocab_size: 32, hidden_size: 16, intermediate_size: 24, num_hidden_layers: 1, num_attention_heads: 2, num_key_value_heads: 1, head_dim: 8}"
@@ -22,7 +23,9 @@ MODEL = "model.fresh={model_type: qwen3, vocab_size: 32, hidden_size: 16, interm
 def rows_of(*overrides: str, command: str = "sft", brief: bool = True) -> dict[str, str]:
     """The summary's texts by their names."""
     config = load_config(None, list(overrides))
-    lines = summary(config, "sft" if command == "sft" else "rl", 1, brief=brief).splitlines()
+    lines = summary(
+        config, METHODS["sft" if command == "sft" else "rl"], 1, brief=brief
+    ).splitlines()
     return {name: text.strip() for name, _, text in (line[2:].partition("  ") for line in lines)}
 
 

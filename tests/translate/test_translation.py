@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import yaml
 
-from burnish.config.constraints import check
 from burnish.config.load import load_config
 from burnish.config.schema import RunConfig
 from burnish.errors import MissingError, UsageError
+from burnish.methods.table import METHODS
 from burnish.translate.translation import translate_arguments
 
 VERL = r"""
@@ -64,7 +64,7 @@ def test_a_script_of_verl(tmp_path: Path) -> None:
     script.write_text(VERL)
     text = translate_arguments([str(script)])
     config = loaded(tmp_path, text)
-    check(config, "rl", None)
+    METHODS["rl"].check(config, None)
     assert (config.name, config.epochs, config.model.path) == ("my_run", 15, "Qwen/Qwen3-8B")
     assert config.data.train == ["/data/gsm8k/train.parquet"]
     assert config.data.validation == ["a.parquet", "b.parquet"]
@@ -88,7 +88,7 @@ def test_a_script_of_verl(tmp_path: Path) -> None:
 def test_arguments_of_trls_grpo(tmp_path: Path) -> None:
     text = translate_arguments(GRPO.split())
     config = loaded(tmp_path, text)
-    check(config, "rl", None)
+    METHODS["rl"].check(config, None)
     assert config.model.path == "Qwen/Qwen3-0.6B@v1"
     assert config.data.train == ["openai/gsm8k:main"]
     assert (config.batch.prompts, config.rollout.n) == (8 * 8 * 4 // 4, 4)
@@ -129,7 +129,7 @@ def test_mini_batches_that_do_not_divide_the_batch_are_left_out(whole: list[str]
 def test_arguments_of_trls_sft(tmp_path: Path) -> None:
     text = translate_arguments(SFT.split())
     config = loaded(tmp_path, text)
-    check(config, "sft", None)
+    METHODS["sft"].check(config, None)
     assert (config.epochs, config.batch.examples, config.data.max_length) == (3, 8, 2048)
     assert config.engine.precision == "fp32"
     assert "report_to" not in text

@@ -1,27 +1,33 @@
-"""Supervised fine-tuning."""
+"""Train on fixed rows: the loop of every `OfflineMethod`."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
-from importlib import import_module
+from itertools import chain
 
 import torch
 
-from burnish.algorithms.loss import sft_loss
 from burnish.algorithms.schedule import learning_rate
 from burnish.checkpoint.write_plan import MAIN
 from burnish.config.schema import RunConfig
 from burnish.data.batching import make_batch
 from burnish.data.loader import State
-from burnish.distributed.collectives import agree
+from burnish.distributed.collectives import agree, reduce_stats
 from burnish.distributed.layout import Layout
-from burnish.records import Batch
+from burnish.engines.base import Engine
+from burnish.methods.offline import OfflineMethod
+from burnish.records import Batch, Example
+from burnish.runs.download_inputs import local_inputs
+from burnish.runs.model_card import model_card
 from burnish.runs.run import Run, Validation, counted
 from burnish.runs.session import open_run
 from burnish.runs.setup import (
+    Foundation,
     Learner,
-    example_dataset,
     lay_foundation,
+    load_start,
     make_engine,
     make_loader,
     train_dataset,
@@ -29,41 +35,67 @@ from burnish.runs.setup import (
 from burnish.runs.trainer_state import Fingerprints
 
 
-def train(config: RunConfig, local: RunConfig, layout: Layout, device: torch.device) -> None:
-    """Fine-tune as `config` says, from where its run directory left off. Collective.
+@dataclass(frozen=True, slots=True)
+class Models:
+    """The models of a step on this rank."""
 
-    `local` comes from `local_inputs`.
-    """
+    foundation: Foundation
+    policy: Engine
+    """The model that is trained."""
+    start: Engine | None = None
+    """The frozen model that training started from, if the method keeps it; `policy` itself under a fresh adapter."""
+
+    def start_logprobs(self, batch: Batch) -> Batch:
+        """Add `ref_logprobs`, the log-probs of the start. Collective."""
+        assert self.start is not None
+        outputs = self.start.forward(batch, adapter=self.start is not self.policy)
+        return batch.with_logprobs("ref_logprobs", outputs)
+
+
+def examples_of(rows: Sequence[Example | tuple[Example, ...]]) -> list[Example]:
+    """Return the examples of rows, in order."""
+    return list(chain.from_iterable(row if isinstance(row, tuple) else (row,) for row in rows))
+
+
+def train(method: OfflineMethod, config: RunConfig, layout: Layout, device: torch.device) -> None:
+    """Train as `config` says, from where its run directory left off. Collective."""
+    config, local = local_inputs(config, device, layout)
     size = config.batch.examples
-    with open_run(config, "sft", layout, device) as session:
+    with open_run(config, method, layout, device) as session:
         with session.progress.phase("setup", 3) as bar:
-            cards = import_module("burnish.runs.model_card")
-            card = cards.model_card("sft", config.model, config.data, config.model_dump())
+            card = model_card(method, config)
             foundation = lay_foundation(local, layout, device, given=config.model, card=card)
             bar.advance()
-            examples_of = partial(example_dataset, foundation, progress=session.progress)
-            dataset = train_dataset(examples_of, local.data)
+            read = partial(method.dataset, foundation, progress=session.progress)
+            dataset = train_dataset(read, local.data)
             bar.advance()
-            by_epoch = config.steps is None
+            by_epoch = method.stays_in_epoch(config)
             loader = make_loader(dataset, config.data, config.seed, by_epoch=by_epoch)
             total = config.steps or loader.takes(size, config.epochs)
             engine = make_engine(foundation, config.optim)
-            fingerprints = Fingerprints.of(foundation.tokenizer, dataset, local.model.path)
+            fingerprints = Fingerprints.of(
+                foundation.tokenizer, dataset, local.model.path, method=method.source
+            )
             run = Run(session, {MAIN: Learner(engine, foundation)}, fingerprints, total)
             loader.state = run.state.cursor
+            start = load_start(foundation, engine, session.intact) if method.keeps_start else None
+            models = Models(foundation, engine, start)
             validate: Validation | None = None
             if local.data.validation:
-                evaluation = import_module("burnish.methods.parts.validation")
-                validate = evaluation.example_validation(
-                    foundation, engine, session.stopper.check_all, session.progress
-                )
+                from burnish.methods.parts.validation import example_validation
+
+                check = session.stopper.check_all
+                validate = example_validation(method, models, check, session.progress)
             bar.advance()
+        loss = method.loss(config)
         costs, spans, streaming = foundation.costs, session.spans, config.data.streaming
 
         def make_next() -> tuple[Batch, State]:
             with agree(layout if streaming else Layout()):
-                examples = dataset.items(loader.take(size))
-                batch = make_batch(examples, engine.layout, config.microbatch_tokens, costs)
+                rows = dataset.items(loader.take(size))
+                batch = make_batch(
+                    examples_of(rows), engine.layout, config.microbatch_tokens, costs
+                )
             return batch, loader.state
 
         ahead = None
@@ -71,10 +103,16 @@ def train(config: RunConfig, local: RunConfig, layout: Layout, device: torch.dev
             for step in run.steps():
                 with spans("data"):
                     batch, cursor = ahead or make_next()
-                count = len(batch.microbatches)
-                with spans("update"), session.progress.phase("update", count) as bar:
-                    stats = engine.forward_backward(batch, counted(sft_loss, bar))
+                with (
+                    spans("update"),
+                    session.progress.phase("update", len(batch.microbatches)) as bar,
+                ):
+                    batch, prepared = method.prepare(models, batch)
+                    if prepared:
+                        prepared = reduce_stats(prepared, engine.layout, device)
+                    stats = engine.forward_backward(batch, counted(loss, bar))
                     # Prepares the next batch while an accelerator computes. A bad row of a stream would end this step too.
                     ahead = None if streaming or step + 1 == total else make_next()
                     stats = stats.merge(engine.optim_step(learning_rate(step, total, config.optim)))
+                stats = prepared.merge(stats)
                 run.finish(stats.prefixed("train/"), cursor=cursor, batches=[batch])

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from functools import partial
-from importlib import import_module
 
 import torch
 
@@ -23,17 +22,21 @@ from burnish.config.schema import RunConfig
 from burnish.distributed.collectives import agree
 from burnish.distributed.layout import Layout
 from burnish.engines.base import Engine
+from burnish.method import Method
 from burnish.methods.parts.generators import make_collector
+from burnish.methods.parts.guard import Guard
 from burnish.methods.parts.policy_update import CRITIC, PolicyUpdate, policy_stats
 from burnish.methods.parts.rollouts import GroupSampler, Judge, RolloutQueue
 from burnish.rewards.pool import RewardPool
+from burnish.runs.download_inputs import local_inputs
+from burnish.runs.model_card import model_card
 from burnish.runs.run import Run, Validation, counted
 from burnish.runs.session import Session, open_run
 from burnish.runs.setup import (
     Foundation,
     Learner,
     lay_foundation,
-    load_frozen,
+    load_start,
     make_engine,
     make_loader,
     prompt_dataset,
@@ -43,20 +46,17 @@ from burnish.runs.trainer_state import Fingerprints, weights_version
 from burnish.tracking.stats import Max, Stats
 
 
-def train(config: RunConfig, local: RunConfig, layout: Layout, device: torch.device) -> None:
-    """Train with rewards as `config` says, from where its run directory left off. Collective.
-
-    `local` comes from `local_inputs`.
-    """
+def train(method: Method, config: RunConfig, layout: Layout, device: torch.device) -> None:
+    """Train with rewards as `config` says, from where its run directory left off. Collective."""
+    config, local = local_inputs(config, device, layout)
     with ExitStack() as stack:
-        session = stack.enter_context(open_run(config, "rl", layout, device))
+        session = stack.enter_context(open_run(config, method, layout, device))
         pool = stack.enter_context(RewardPool(local.reward, session.spans.move))
         spans, progress = session.spans, session.progress
         advantage = load_advantage(config.algorithm.advantage)
         loss = policy_loss_fn(config.algorithm, config.rollout.max_response_length)
         with progress.phase("setup", 4) as bar:
-            cards = import_module("burnish.runs.model_card")
-            card = cards.model_card("rl", config.model, config.data, config.model_dump())
+            card = model_card(method, config)
             foundation = lay_foundation(local, layout, device, given=config.model, card=card)
             bar.advance()
             prompts = partial(prompt_dataset, foundation, pool=pool, progress=progress)
@@ -64,12 +64,12 @@ def train(config: RunConfig, local: RunConfig, layout: Layout, device: torch.dev
             held_out = local.data.validation and prompts(local.data.validation, "data.validation")
             pool.require_answer(dataset[0], dataset.first_row)
             bar.advance()
-            by_epoch = config.steps is None and not config.algorithm.dynamic_sampling.enabled
+            by_epoch = method.stays_in_epoch(config)
             loader = make_loader(dataset, config.data, config.seed, by_epoch=by_epoch)
             total = config.steps or loader.takes(config.batch.prompts, config.epochs)
             formula = config.algorithm, local.reward.functions
             fingerprints = Fingerprints.of(
-                foundation.tokenizer, dataset, local.model.path, *formula
+                foundation.tokenizer, dataset, local.model.path, *formula, method=method.source
             )
             run, update, judge, engines = _models(
                 foundation, session, fingerprints, total, advantage
@@ -82,8 +82,7 @@ def train(config: RunConfig, local: RunConfig, layout: Layout, device: torch.dev
                 collector = replace(collector, offloads=engines)
             waiting = config.critic.warmup_steps
             version = weights_version(run.state.step, waiting)
-            guard = import_module("burnish.methods.parts.guard").Guard
-            check = guard(update, collector.generator, dataset, layout, version).check
+            check = Guard(update, collector.generator, dataset, layout, version).check
             sampler = GroupSampler(config, collector, dataset, loader)
             queue = stack.enter_context(closing(RolloutQueue(sampler, total, check)))
             queue.restore(run.pending, run.partial)
@@ -92,8 +91,9 @@ def train(config: RunConfig, local: RunConfig, layout: Layout, device: torch.dev
             kl_coef = kl.coef if run.state.kl_coef is None else run.state.kl_coef
             validate: Validation | None = None
             if held_out:
-                evaluation = import_module("burnish.methods.parts.validation")
-                validate = evaluation.prompt_validation(foundation, collector, held_out, queue.idle)
+                from burnish.methods.parts.validation import prompt_validation
+
+                validate = prompt_validation(foundation, collector, held_out, queue.idle)
             bar.advance()
         policy, critic = update.engine, update.critic
         with run.training(validate, queue):
@@ -151,28 +151,21 @@ def _models(
     learners: dict[str, Learner] = {MAIN: Learner(engine, foundation)}
     critic = None
     if config.algorithm.advantage == "gae":
-        made = import_module("burnish.methods.parts.critic").Critic.make
-        critic = made(foundation, total_steps, engine)
+        from burnish.methods.parts.critic import Critic
+
+        critic = Critic.make(foundation, total_steps, engine)
         learners[CRITIC] = critic
     run = Run(session, learners, fingerprints, total_steps)
     judge: Judge | None = None
     if config.reward.models:
-        reward_models = import_module("burnish.methods.parts.judges")
-        judge = reward_models.load_judge(foundation, engine)
+        from burnish.methods.parts.judges import load_judge
+
+        judge = load_judge(foundation, engine)
     engines = [each.engine for each in learners.values()]
     reference = None
     if config.algorithm.kl.coef > 0:
-        initial = _reference(foundation, engine, session)
+        initial = load_start(foundation, engine, session.intact)
         reference = partial(initial.forward, adapter=initial is not engine)
         engines += [initial] if initial is not engine else []
     update = PolicyUpdate(engine, reference, critic, foundation.costs, config, advantage)
     return run, update, judge, engines
-
-
-def _reference(foundation: Foundation, engine: Engine, session: Session) -> Engine:
-    """Return the frozen initial model; with a fresh adapter that is `engine` with the adapter off."""
-    adapter = foundation.config.model.adapter
-    if adapter and adapter.path is None:
-        return engine
-    session.intact.require(*foundation.places(fresh=True))
-    return load_frozen(foundation, engine)

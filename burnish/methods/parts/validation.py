@@ -22,10 +22,9 @@ import xxhash
 from burnish.algorithms.evaluation import evaluation_stats
 from burnish.checkpoint.load import CheckpointSource
 from burnish.checkpoint.manifest import ADAPTER_STATE
-from burnish.checkpoint.steps import CommittedStep, small_files, verify_files
-from burnish.checkpoint.tools.listing import newest_step
+from burnish.checkpoint.steps import CommittedStep
 from burnish.config.document import dump_yaml
-from burnish.config.schema import EvaluationConfig, LoraConfig, ModelConfig, RunConfig
+from burnish.config.schema import EvaluationConfig, RunConfig
 from burnish.data.batching import make_batch
 from burnish.data.tasks import PromptDataset
 from burnish.distributed.collectives import agree, gather_objects, reduce_stats, same_on_all_ranks
@@ -33,20 +32,25 @@ from burnish.distributed.device import device_name
 from burnish.distributed.layout import Layout
 from burnish.engines.base import Engine
 from burnish.errors import StoppedError
+from burnish.methods.offline import OfflineMethod
 from burnish.methods.parts.generators import make_collector
 from burnish.methods.parts.judges import load_judge
+from burnish.methods.parts.offline_training import Models, examples_of
 from burnish.methods.parts.rollouts import Collector, Judge, sampling
+from burnish.methods.sft import SFT
+from burnish.records import Batch
 from burnish.records.rollout_table import RolloutTable
 from burnish.records.seeds import derive_seed
 from burnish.rewards.builtin import extract_answer
 from burnish.rewards.overview import rollout_stats
 from burnish.rewards.pool import RewardPool
+from burnish.runs.download_inputs import local_inputs
+from burnish.runs.hub_revisions import newest_model
 from burnish.runs.rollout_transfer import arriving
 from burnish.runs.run import Validation
 from burnish.runs.setup import (
     Foundation,
     TextFoundation,
-    example_dataset,
     lay_foundation,
     load_frozen,
     model_tokenizer,
@@ -150,45 +154,54 @@ def _numbers(
 
 
 def example_validation(
-    foundation: Foundation, engine: Engine, check: Callable[[], object], progress: Progress
+    method: OfflineMethod, models: Models, check: Callable[[], object], progress: Progress
 ) -> Validation:
-    """Return a function that measures `val/loss`, the mean loss per token of held-out examples.
+    """Return a function that measures `val/...` of held-out examples, by default the mean loss per token.
 
     Every rank calls `check` between batches; it may raise.
     """
-    config, layout, device = foundation.config, engine.layout, foundation.device
-    paths, setting = config.data.validation, "data.validation"
-    dataset = example_dataset(foundation, paths, setting, progress=progress)
+    foundation, layout = models.foundation, models.policy.layout
+    config = foundation.config
+    paths = config.data.validation
+    dataset = method.dataset(foundation, paths, "data.validation", progress=progress)
     rows = _measured_rows(dataset, config.evaluation.prompts)
     size, budget = config.batch.examples, config.microbatch_tokens
 
     def validate() -> tuple[dict[str, float], None]:
-        stats = Stats({"val/loss": Mean(0.0, 0.0)})
+        stats = Stats({})
         for start in range(0, len(rows), size):
             check()
-            examples = dataset.items(rows[start : start + size])
+            examples = examples_of(dataset.items(rows[start : start + size]))
             batch = make_batch(examples, layout, budget, foundation.flops)
-            for output, micro in zip(engine.forward(batch), batch.microbatches, strict=True):
-                # The log-probs of tokens outside the loss mask are 0.
-                part = Mean(-output.logprobs.sum(), float(micro.loss_mask.sum()))
-                stats = stats.merge(Stats({"val/loss": part}))
-        return reduce_stats(stats, layout, device).values_by_name(), None
+            stats = stats.merge(method.measure(models, batch))
+        values = reduce_stats(stats, layout, foundation.device).values_by_name()
+        return {f"val/{name}": value for name, value in values.items()}, None
 
     return validate
 
 
-def evaluate(
-    config: RunConfig,
-    local: RunConfig,
-    step: CommittedStep | None,
-    root: Path,
-    layout: Layout,
-    device: torch.device,
-) -> dict[str, float]:
-    """Validate a model, with the weights of `step` if given. Collective.
+def negative_log_likelihood(engine: Engine, batch: Batch) -> Stats:
+    """Return `loss`, this rank's part of the mean -log π per trained token. Collective."""
+    stats = Stats({"loss": Mean(0.0, 0.0)})
+    for output, micro in zip(engine.forward(batch), batch.microbatches, strict=True):
+        # The log-probs of tokens outside the loss mask are 0.
+        part = Mean(-output.logprobs.sum(), float(micro.loss_mask.sum()))
+        stats = stats.merge(Stats({"loss": part}))
+    return stats
 
-    With reward functions, held-out data are prompts, else examples. Writes completions below `root`.
+
+def evaluate(
+    config: RunConfig, layout: Layout, device: torch.device, run_dir: Path | None
+) -> dict[str, float]:
+    """Validate a model, that of the newest step of `run_dir` if given. Collective.
+
+    With reward functions, held-out data are prompts, else examples. Writes completions below the run's directory.
     """
+    root, step = run_dir or config.directory, None
+    if run_dir is not None:
+        model, step = newest_model(run_dir, config.model)
+        config = config.model_copy(update={"model": model})
+    config, local = local_inputs(config, device, layout, trains=False)
     with catch_signals(layout) as stopper:
         try:
             progress = Progress(local.tracking.progress and layout.is_main)
@@ -278,8 +291,8 @@ def _measure(
     paths, setting = config.data.validation, "data.validation"
     with progress.phase("evaluate"):
         if isinstance(foundation, Foundation) and not config.reward.given:
-            engine = _load(foundation)
-            return example_validation(foundation, engine, stopper.check_all, progress)()
+            models = Models(foundation, _load(foundation))
+            return example_validation(SFT(), models, stopper.check_all, progress)()
         with RewardPool(config.reward) as pool:
             held_out = prompt_dataset(foundation, paths, setting, pool=pool, progress=progress)
             pool.require_answer(held_out[0], held_out.first_row)
@@ -296,20 +309,3 @@ def _measure(
             with agree(foundation.layout):
                 collector.failures.require_answer()
             return measured
-
-
-def newest_model(run_directory: Path, model: ModelConfig) -> tuple[ModelConfig, CommittedStep]:
-    """Return the settings of the model in a run's newest committed step, and that step.
-
-    An adapter keeps its base model. Raises `MissingError` without a step.
-    """
-    step = newest_step(RunDirectory(run_directory).checkpoints)
-    for damage in verify_files(step, small_files(step)):
-        raise damage
-    own = str(step.path / "model")
-    found: dict[str, Any] = {"tokenizer": own, "chat_template": None}
-    if not model.adapter:
-        found = {"path": own, "fresh": None, "tokenizer": None, "chat_template": None}
-    elif model.lora.path:
-        found["lora"] = LoraConfig(path=own, publish=model.lora.publish)
-    return model.model_copy(update=found), step

@@ -1,0 +1,161 @@
+"""The seam of a method: what the command line, the Python API, the planner and a dry run ask of it.
+
+`burnish.methods` has the built-in methods. This module loads no torch.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from burnish.config.constraints import (
+    generator_problems,
+    missing_files,
+    refuse,
+    setting_problems,
+    unread,
+    validation_notices,
+)
+from burnish.config.schema import RunConfig, Section
+from burnish.errors import BurnishError, refusing
+
+if TYPE_CHECKING:
+    import torch
+
+    from burnish.distributed.layout import Layout
+    from burnish.plan.model import Workload
+    from burnish.tracking.progress import Progress
+
+
+class Method(ABC):
+    """A way to train or to measure a model.
+
+    `burnish NAME CONFIG` runs a built-in method, and `burnish run FILE.py:CLASS CONFIG` one of your own. A method is made without
+    arguments and keeps no state: the configuration is passed to each call. Importing a built-in method's module loads no torch, so
+    that a wrong setting is named at once.
+    """
+
+    name: ClassVar[str]
+    """The command, as a run's directory records it."""
+    title: ClassVar[str]
+    """What it does, for model cards and plans: "supervised fine-tuning"."""
+    help: ClassVar[str] = ""
+    """One or two sentences for `--help`."""
+    source: str = ""
+    """FILE.py:CLASS of a method of your own; "" for a built-in one."""
+    trains: ClassVar[bool] = True
+    """Whether it writes a run, with steps that it resumes from."""
+    generates: ClassVar[bool] = False
+    """Whether it draws completions, and so reads `rollout` and `reward`."""
+    Settings: ClassVar[type[Section]] = Section
+    """The settings of its own, which stand under `method` in a configuration."""
+    unread: ClassVar[Sequence[str]] = ()
+    """Sections and settings that it does not read; a run that sets them says so."""
+    card: ClassVar[Sequence[str]] = ()
+    """Settings that the README.md of a trained model shows."""
+
+    @property
+    def command(self) -> list[str]:
+        """The words of the command line that run it."""
+        return ["run", self.source] if self.source else [self.name]
+
+    def settings(self, config: RunConfig) -> Any:
+        """Return its own settings. Raises `UsageError` for unknown keys and wrong values."""
+        known = ", ".join(self.Settings.model_fields) or "none"
+        with refusing(
+            f"method does not fit {type(self).__name__}",
+            want=f"its settings: {known}",
+            do="correct the section method",
+        ):
+            return self.Settings.model_validate(config.method)
+
+    def named(self, config: RunConfig) -> RunConfig:
+        """Return the configuration with the run's name, by default the model's and this method's."""
+        if config.name is not None:
+            return config
+        return config.model_copy(update={"name": f"{config.run_name}-{self.name}"})
+
+    # Before a run, without torch.
+
+    def check(self, config: RunConfig, world: int | None = 1) -> None:
+        """Raise `UsageError` with every problem on `world` processes (None: on any number)."""
+        problems = [*setting_problems(config, world)]
+        if self.generates and world is not None:
+            problems += generator_problems(config, world)
+        problems += self.problems(config)
+        if self.trains:
+            problems += self.size_problems(
+                config, 1 if world is None else world // config.engine.sharing
+            )
+        files = "data.train" if self.trains else "data.validation"
+        problems += missing_files(config, files, "train" if self.trains else "evaluate")
+        refuse(problems)
+        self.settings(config)
+
+    @abstractmethod
+    def problems(self, config: RunConfig) -> Iterator[BurnishError]:
+        """Yield why these settings do not fit this method."""
+
+    def size_problems(self, config: RunConfig, shares: int) -> Iterator[BurnishError]:
+        """Yield why a step cannot be divided into `shares`: processes, or groups that share a micro-batch."""
+        yield from ()
+
+    def notices(self, config: RunConfig) -> Iterator[str]:
+        """Yield remarks on a valid configuration, one line each."""
+        if set_ := unread(config, self.unread):
+            yield f"set, and not used by burnish {self.name}: {set_}"
+        if self.trains:
+            yield from validation_notices(config)
+
+    def facts(self, config: RunConfig) -> Iterator[tuple[str, str]]:
+        """Yield rows for the summary of a run: the size of a step, the formula."""
+        yield from ()
+
+    def rows_per_step(self, config: RunConfig) -> int:
+        """Return how many rows of `data.train` a step takes."""
+        return config.batch.examples
+
+    def stays_in_epoch(self, config: RunConfig) -> bool:
+        """Return whether all rows of a step are of one epoch, whose last step may be smaller."""
+        return config.steps is None
+
+    def workload(self, config: RunConfig) -> Workload:
+        """Return the sequences of a step, for the planner."""
+        raise NotImplementedError
+
+    def dry_runs(self, config: RunConfig) -> Iterator[Callable[[], object]]:
+        """Yield what a dry run loads besides model, data and rewards, such as functions that settings name."""
+        yield from ()
+
+    def dry_runs_of_models(self, foundation: Any) -> Iterator[Callable[[], object]]:
+        """Yield what a dry run reads of further models, given the `Foundation` of the trained one."""
+        yield from ()
+
+    # The run.
+
+    @abstractmethod
+    def dataset(
+        self,
+        foundation: Any,
+        paths: Sequence[str],
+        setting: str,
+        *,
+        first: int | None = None,
+        progress: Progress | None = None,
+        pool: Any = None,
+    ) -> Any:
+        """Read the rows in `paths`, or their `first` ones, as prompts or examples. Errors name `setting`. Collective.
+
+        `foundation` is a `burnish.runs.setup.Foundation`, and `pool` the `RewardPool` of a run with rewards.
+        """
+
+    @abstractmethod
+    def run(
+        self, config: RunConfig, layout: Layout, device: torch.device, run_dir: Path | None = None
+    ) -> Mapping[str, float]:
+        """Train or measure, and return the numbers of a measurement. Collective.
+
+        `run_dir` is the run whose newest step is measured, if any.
+        """

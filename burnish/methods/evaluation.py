@@ -1,0 +1,92 @@
+"""Evaluation: measure a model on held-out data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from burnish.config.constraints import endpoint_problems, model_problems, sampling_problems
+from burnish.config.schema import RunConfig
+from burnish.errors import BurnishError
+from burnish.method import Method
+from burnish.methods.rl import dry_runs_of_judges
+
+if TYPE_CHECKING:
+    import torch
+
+    from burnish.data.tasks import ItemSequence
+    from burnish.distributed.layout import Layout
+    from burnish.rewards.pool import RewardPool
+    from burnish.runs.setup import TextFoundation
+    from burnish.tracking.progress import Progress
+
+
+class Evaluation(Method):
+    """Score completions of held-out prompts, or without a reward the loss of held-out examples.
+
+    Its configuration is usually that of a training run, so no setting counts as unread.
+    """
+
+    name = "eval"
+    title = "evaluation"
+    help = (
+        "Measure a model on held-out data: the model of a configuration, the newest step of a run, "
+        "or any model."
+    )
+    trains = False
+    generates = True
+
+    def named(self, config: RunConfig) -> RunConfig:
+        """See `Method.named`. Its results lie in the directory of the run that the configuration would train."""
+        from burnish.methods.table import method_meant_by
+
+        return method_meant_by(config).named(config)
+
+    def problems(self, config: RunConfig) -> Iterator[BurnishError]:
+        """See `Method.problems`."""
+        if config.rollout.engine == "openai":
+            yield from endpoint_problems(config)
+        else:
+            yield from model_problems(config.model)
+        yield from sampling_problems(config)
+
+    def facts(self, config: RunConfig) -> Iterator[tuple[str, str]]:
+        """See `Method.facts`."""
+        from burnish.runs.summary import sampling_text
+
+        if config.reward.given:
+            samples = f"{config.evaluation.n} per prompt, {sampling_text(config.evaluation)}"
+            yield "completions", samples
+        else:
+            yield "measures", "loss per token of held-out examples (there are no reward.functions)"
+
+    def dataset(
+        self,
+        foundation: TextFoundation,
+        paths: Sequence[str],
+        setting: str,
+        *,
+        first: int | None = None,
+        progress: Progress | None = None,
+        pool: RewardPool | None = None,
+    ) -> ItemSequence[Any]:
+        """See `Method.dataset`."""
+        from burnish.runs.setup import Foundation, example_dataset, prompt_dataset
+
+        if not foundation.config.reward.given:
+            assert isinstance(foundation, Foundation)
+            return example_dataset(foundation, paths, setting, first, progress)
+        return prompt_dataset(foundation, paths, setting, first, pool, progress)
+
+    def dry_runs(self, config: RunConfig) -> Iterator[Callable[[], object]]:
+        """See `Method.dry_runs`."""
+        yield from dry_runs_of_judges(config)
+
+    def run(
+        self, config: RunConfig, layout: Layout, device: torch.device, run_dir: Path | None = None
+    ) -> Mapping[str, float]:
+        """See `Method.run`."""
+        from burnish.methods.parts.validation import evaluate
+
+        return evaluate(config, layout, device, run_dir)

@@ -1,0 +1,120 @@
+"""Methods that train on fixed rows: fine-tuning, and what learns from fixed examples in another way."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from burnish.config.constraints import (
+    batch_problems,
+    example_problems,
+    model_problems,
+    training_problems,
+)
+from burnish.config.schema import RunConfig
+from burnish.errors import BurnishError, count_text
+from burnish.method import Method
+
+if TYPE_CHECKING:
+    import torch
+
+    from burnish.data.tasks import ItemSequence
+    from burnish.distributed.layout import Layout
+    from burnish.engines.base import LossFn
+    from burnish.methods.parts.offline_training import Models
+    from burnish.plan.model import Workload
+    from burnish.records import Batch
+    from burnish.runs.setup import Foundation
+    from burnish.tracking.progress import Progress
+    from burnish.tracking.stats import Stats
+
+
+class OfflineMethod(Method):
+    """Train on `batch.examples` rows of `data.train` a step, each row one or several sequences.
+
+    A step reads rows (`dataset`), completes the batch (`prepare`) and takes one optimizer step on `loss`.
+    """
+
+    unread = (
+        "rollout",
+        "reward",
+        "algorithm",
+        "critic",
+        "batch.prompts",
+        "batch.minibatches",
+        "batch.epochs",
+        "data.answer_column",
+        "data.max_prompt_length",
+        "evaluation.n",
+        "evaluation.solved",
+        "evaluation.temperature",
+        "evaluation.top_k",
+        "evaluation.top_p",
+        "evaluation.min_p",
+    )
+    card = ("batch.examples",)
+    keeps_start = False
+    """Whether the model that training starts from is kept, frozen, beside the one that is trained."""
+
+    def problems(self, config: RunConfig) -> Iterator[BurnishError]:
+        """See `Method.problems`."""
+        yield from model_problems(config.model)
+        yield from training_problems(config)
+        yield from example_problems(config)
+
+    def size_problems(self, config: RunConfig, shares: int) -> Iterator[BurnishError]:
+        """See `Method.size_problems`."""
+        yield from batch_problems(config, shares)
+
+    def facts(self, config: RunConfig) -> Iterator[tuple[str, str]]:
+        """See `Method.facts`."""
+        yield "step", count_text(config.batch.examples, "example")
+
+    def workload(self, config: RunConfig) -> Workload:
+        """See `Method.workload`."""
+        from burnish.plan.model import Workload
+
+        return Workload.of_examples(config.batch, config.data)
+
+    # A step.
+
+    def dataset(
+        self,
+        foundation: Foundation,
+        paths: Sequence[str],
+        setting: str,
+        *,
+        first: int | None = None,
+        progress: Progress | None = None,
+        pool: Any = None,
+    ) -> ItemSequence[Any]:
+        """See `Method.dataset`. Item i is an `Example`, or a tuple of examples that share an update."""
+        from burnish.runs.setup import example_dataset
+
+        return example_dataset(foundation, paths, setting, first, progress)
+
+    def prepare(self, models: Models, batch: Batch) -> tuple[Batch, Stats]:
+        """Complete a batch before its update, and return it with this rank's part of statistics. Collective."""
+        from burnish.tracking.stats import Stats
+
+        return batch, Stats({})
+
+    def measure(self, models: Models, batch: Batch) -> Stats:
+        """Return this rank's part of the statistics of held-out examples. Collective."""
+        from burnish.methods.parts.validation import negative_log_likelihood
+
+        return negative_log_likelihood(models.policy, batch)
+
+    def loss(self, config: RunConfig) -> LossFn:
+        """Return the loss of a micro-batch."""
+        raise NotImplementedError
+
+    def run(
+        self, config: RunConfig, layout: Layout, device: torch.device, run_dir: Path | None = None
+    ) -> Mapping[str, float]:
+        """See `Method.run`."""
+        from burnish.methods.parts.offline_training import train
+
+        train(self, config, layout, device)
+        return {}

@@ -1,0 +1,140 @@
+"""Reinforcement learning with verifiable rewards: GRPO, its variants, and PPO."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from burnish.config.constraints import (
+    formula_notices,
+    model_problems,
+    reward_problems,
+    rollout_problems,
+    training_problems,
+)
+from burnish.config.schema import RunConfig
+from burnish.errors import BurnishError
+from burnish.files.hub import is_elsewhere
+from burnish.method import Method
+
+if TYPE_CHECKING:
+    import torch
+
+    from burnish.data.tasks import PromptDataset
+    from burnish.distributed.layout import Layout
+    from burnish.plan.model import Workload
+    from burnish.rewards.pool import RewardPool
+    from burnish.runs.setup import Foundation, TextFoundation
+    from burnish.tracking.progress import Progress
+
+
+class RL(Method):
+    """Draw completions, score them, and raise the probability of the better ones."""
+
+    name = "rl"
+    title = "reinforcement learning"
+    help = "Train a model by reinforcement learning. The same command again resumes the run."
+    generates = True
+    unread = ("batch.examples", "data.completion_column", "data.text_column", "data.max_length")
+    card = (
+        "algorithm.advantage",
+        "algorithm.policy_loss",
+        "algorithm.kl.coef",
+        "rollout.n",
+        "rollout.temperature",
+        "rollout.max_response_length",
+        "batch.prompts",
+        "batch.minibatches",
+        "batch.epochs",
+    )
+
+    def problems(self, config: RunConfig) -> Iterator[BurnishError]:
+        """See `Method.problems`."""
+        yield from model_problems(config.model)
+        yield from training_problems(config, config.critic.warmup_steps)
+        yield from reward_problems(config)
+
+    def size_problems(self, config: RunConfig, shares: int) -> Iterator[BurnishError]:
+        """See `Method.size_problems`."""
+        yield from rollout_problems(config, shares)
+
+    def notices(self, config: RunConfig) -> Iterator[str]:
+        """See `Method.notices`."""
+        yield from super().notices(config)
+        yield from formula_notices(config)
+
+    def facts(self, config: RunConfig) -> Iterator[tuple[str, str]]:
+        """See `Method.facts`."""
+        from burnish.runs.summary import formula_rows, sampling_rows
+
+        yield from sampling_rows(config.batch, config.rollout, config.data.max_prompt_length)
+        yield from formula_rows(config.algorithm, config.critic, config.reward)
+
+    def rows_per_step(self, config: RunConfig) -> int:
+        """See `Method.rows_per_step`."""
+        return config.batch.prompts
+
+    def stays_in_epoch(self, config: RunConfig) -> bool:
+        """See `Method.stays_in_epoch`. Dynamic sampling takes as many rows as it needs."""
+        return config.steps is None and not config.algorithm.dynamic_sampling.enabled
+
+    def workload(self, config: RunConfig) -> Workload:
+        """See `Method.workload`."""
+        from burnish.plan.model import Workload
+
+        return Workload.of_completions(config.batch, config.data, config.rollout, config.algorithm)
+
+    def dry_runs(self, config: RunConfig) -> Iterator[Callable[[], object]]:
+        """See `Method.dry_runs`."""
+        from burnish.algorithms.base import load_advantage, load_policy_loss
+
+        yield partial(load_policy_loss, config.algorithm)
+        yield partial(load_advantage, config.algorithm.advantage)
+        yield from dry_runs_of_judges(config)
+
+    def dry_runs_of_models(self, foundation: Foundation) -> Iterator[Callable[[], object]]:
+        """See `Method.dry_runs_of_models`."""
+        from burnish.methods.parts.critic import critic_foundation
+
+        path = foundation.config.critic.path
+        if foundation.config.algorithm.advantage == "gae" and not (path and is_elsewhere(path)):
+            yield partial(critic_foundation, foundation)
+
+    def dataset(
+        self,
+        foundation: TextFoundation,
+        paths: Sequence[str],
+        setting: str,
+        *,
+        first: int | None = None,
+        progress: Progress | None = None,
+        pool: RewardPool | None = None,
+    ) -> PromptDataset:
+        """See `Method.dataset`."""
+        from burnish.runs.setup import prompt_dataset
+
+        return prompt_dataset(foundation, paths, setting, first, pool, progress)
+
+    def run(
+        self, config: RunConfig, layout: Layout, device: torch.device, run_dir: Path | None = None
+    ) -> Mapping[str, float]:
+        """See `Method.run`."""
+        from burnish.methods.parts.online_training import train
+
+        train(self, config, layout, device)
+        return {}
+
+
+def dry_runs_of_judges(config: RunConfig) -> Iterator[Callable[[], object]]:
+    """Yield what reads the reward models that lie on this machine."""
+    here = [judge for judge in config.reward.models if not is_elsewhere(judge.path)]
+    if here:
+        import torch
+
+        from burnish.distributed.layout import Layout
+        from burnish.methods.parts.judges import read_judge
+
+        for judge in here:
+            yield partial(read_judge, judge, config.seed, Layout(), torch.device("cpu"))

@@ -1,0 +1,53 @@
+"""The built-in methods, and how to find one by its name or its class."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from burnish.config.schema import RunConfig
+from burnish.errors import UsageError, refusing
+from burnish.functions import load_function
+from burnish.method import Method
+from burnish.methods.evaluation import Evaluation
+from burnish.methods.rl import RL
+from burnish.methods.sft import SFT
+
+METHODS: Mapping[str, Method] = {method.name: method for method in (SFT(), RL(), Evaluation())}
+"""The built-in methods by name, in the order of the documents."""
+
+
+def load_method(name: str) -> Method:
+    """Return the method that `name` names: a built-in one, or `file.py:Class`. Raises `UsageError`."""
+    if name in METHODS:
+        return METHODS[name]
+    made = load_function(name, "METHOD", {each: type(method) for each, method in METHODS.items()})
+    if not (isinstance(made, type) and issubclass(made, Method)):
+        raise UsageError(
+            f"{name} is not a method",
+            have=f"{made.__name__}, which is no subclass of burnish.Method",
+            want="a class of your own that derives from burnish.Method",
+            do="name the class, as in burnish run my.py:MyMethod config.yaml",
+        )
+    with refusing(
+        f"{name} cannot be used as a method",
+        want="a class with the attributes name and title, and all methods of burnish.Method",
+        do="complete the class",
+    ):
+        method = made()
+        if not (method.name and method.title):
+            raise ValueError("its name or title is empty")
+    if method.name in METHODS:
+        raise UsageError(
+            f"{name} has the name of a built-in method",
+            have=f"name = {method.name!r}",
+            want="a name of its own, which runs record",
+            do="change the attribute name",
+        )
+    method.source = name
+    return method
+
+
+def method_meant_by(config: RunConfig) -> Method:
+    """Return the training method that a configuration is written for: one that generates if there is a reward."""
+    trained = [method for method in METHODS.values() if method.trains]
+    return next(method for method in trained if method.generates == config.reward.given)
