@@ -365,7 +365,7 @@ def train_dataset(
     if data.streaming:
         from burnish.data.streaming import Stream
 
-        return Stream(parts)
+        return Stream(cast(list[Any], parts))
     return Mixture(cast(list[Any], parts))
 
 

@@ -34,7 +34,7 @@ from burnish.checkpoint.steps import CommittedStep, verify
 from burnish.config.schema import RewardConfig, RunConfig
 from burnish.data.loader import Loader
 from burnish.errors import BurnishError, IncompatibleError
-from burnish.methods.parts.rollouts import DrawnBatch, RolloutQueue
+from burnish.methods.parts.rollouts import RolloutQueue
 from burnish.methods.table import METHODS
 from burnish.records import Completion, Prompt, Rollout
 from burnish.records.rollout_table import RolloutTable
