@@ -17,9 +17,8 @@ _ACTIVATIONS = {
     "none": (4, 3, 2, 1, 5, 1),
     "selective": (4, 3, 1, 1, 5, 1),
     "full": (1, 0, 0, 0, 0, 0),
-    # Most at one time beside it, and in a pass that keeps nothing.
+    # Most at one time beside it.
     "backward": (1, 0, 0, 0, 2, 2),
-    "forward": (3, 0, 0, 0, 4, 3),
 }
 
 
@@ -84,8 +83,8 @@ class MegatronNeeds(Needs):
         return 0.0
 
     @property
-    def _left_gathered(self) -> float:
-        return 0.0
+    def _layers(self) -> dict[LayerShape, float]:
+        return dict.fromkeys(self._counts, 0.0)
 
     @property
     def _gathered(self) -> float:
@@ -122,14 +121,6 @@ class MegatronNeeds(Needs):
             numbers = sum(n * width for n, width in zip(_ACTIVATIONS[row], widths, strict=True))
             found[kind] = self._tokens * self._width * numbers
         return found
-
-    def _scorings(self) -> Iterator[Parts]:
-        layer = max(self._activations("forward").values())
-        yield {
-            "gathered": self._gathered,
-            "activations": layer + self._scored * self._hidden,
-            "logits": self._logits[0],
-        }
 
     def _update(self, checkpointing: str) -> Iterator[Parts]:
         first, last = self._in_flight()
