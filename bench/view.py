@@ -1,4 +1,4 @@
-"""The time until `burnish view` shows runs and rollouts, and the time, memory and disk space of its index.
+"""The time until `burnish view` shows runs and rollouts, and the time and memory of its index.
 
 Makes 200,000 rollouts of 500 tokens in 200 steps and a run of 3,000 steps, starts the command and sends it requests over HTTP.
 With `--steps 10000`, links to the rollout files make 10,000 steps of the 200: 10 million rollouts.
@@ -26,6 +26,7 @@ from urllib.parse import urlencode, urlsplit
 from bench.machine import Result, command_line, report
 from bench.view_runs import make_run
 from burnish.tracking.rollouts import rollouts_path
+from burnish.view.index import NEWEST_STEPS
 
 _TICKS = os.sysconf("SC_CLK_TCK")
 _STEPS, _PROMPTS, _SAMPLES, _TOKENS = 200, 125, 8, 500
@@ -103,9 +104,10 @@ def make(root: Path, steps: int) -> None:
 
 
 def measured(root: Path, steps: int, rounds: int) -> list[Result]:
-    """Start the viewer with and without an index, and time its answers."""
-    run, index = "rollouts", root / "rollouts" / ".index.sqlite"
+    """Start the viewer, and time its answers before and after it has indexed the newest steps."""
+    run = "rollouts"
     rows = steps * _PROMPTS * _SAMPLES
+    indexed = min(steps, NEWEST_STEPS) * _PROMPTS * _SAMPLES
     firsts: dict[str, list[tuple[float, float]]] = {}
 
     def first(name: str, found: Viewer, begun: float, used: float) -> None:
@@ -113,8 +115,6 @@ def measured(root: Path, steps: int, rounds: int) -> list[Result]:
         firsts.setdefault(name, []).append(took)
 
     for _ in range(rounds):
-        for path in index.parent.glob(f"{index.name}*"):
-            path.unlink()
         with viewer(root) as found:
             found.get("runs")
             first("list of runs, from the command on", found, found.begun, 0.0)
@@ -128,7 +128,7 @@ def measured(root: Path, steps: int, rounds: int) -> list[Result]:
         begun, used = time.perf_counter(), found.used()
         while found.get("facets", run=run)["indexed"] < 1:
             time.sleep(1.0)
-        first(f"index of {rows:,} rollouts", found, begun, used)
+        first(f"index of {indexed:,} rollouts", found, begun, used)
         for _ in range(rounds):
             for name, values in _QUERIES.items():
                 begun, used = time.perf_counter(), found.used()
@@ -139,7 +139,7 @@ def measured(root: Path, steps: int, rounds: int) -> list[Result]:
             cursor = found.get("rollouts", run=run, text="is nowhere", cursor=cursor)["next"]
         searched = rows / max(found.used() - used, 1 / _TICKS)
         memory = found.megabytes()
-    files = sum(path.stat().st_size for path in index.parent.glob("rollouts/*.gz")) / 1e6
+    files = sum(path.stat().st_size for path in (root / run / "rollouts").glob("*.gz")) / 1e6
     results = []
     for name, each in firsts.items():
         wall, processor = (median(values) for values in zip(*each, strict=True))
@@ -150,7 +150,6 @@ def measured(root: Path, steps: int, rounds: int) -> list[Result]:
         _result("rollouts searched for a text in a second of processor time", searched, None, ""),
         _result("memory", memory, None, "MB"),
         _result("files", files, None, "MB"),
-        _result("index", index.stat().st_size / 1e6, None, "MB"),
     ]
 
 

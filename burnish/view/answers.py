@@ -7,13 +7,11 @@ import json
 import math
 import os
 import re
-import sqlite3
 import threading
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache, partial
-from hashlib import sha256
 from pathlib import Path
 from typing import Any, Self, cast
 
@@ -22,7 +20,6 @@ from pydantic import Field, ValidationError
 from burnish.checkpoint.destinations.remote_steps import RemotePath, RemoteSteps
 from burnish.checkpoint.tools.listing import listed_steps
 from burnish.errors import BurnishError, CorruptError, MissingError, UsageError, refusing
-from burnish.files.cache import cache_root
 from burnish.files.remote import Remote
 from burnish.files.storage import LOCAL, open_regular
 from burnish.files.urls import Url
@@ -46,8 +43,6 @@ _LISTED = ("step", "prompt_index", "sample", "reward", "length", "stop_reason", 
 _PREVIEW, _TEXT_BYTES, _FILE_BYTES = 300, 4 << 20, 64 << 20
 _PROFILE = re.compile(r"step-\d+\.rank-(\d{1,6})\.json\.gz")
 _LOG = re.compile(r"rank-(\d{1,6})\.log(?:\.(\d{1,3}))?")
-# File systems on which SQLite's shared memory does not work between machines.
-_NETWORKS = {"nfs", "nfs4", "cifs", "smb3", "lustre", "beegfs", "gpfs", "ceph", "9p", "afs"}
 
 
 class Query(RolloutFilter):
@@ -95,7 +90,7 @@ class Answers:
         self._found: tuple[float, list[Path]] = (-math.inf, [])
 
     def close(self) -> None:
-        """Close the indices."""
+        """Stop the indices."""
         for index in self._indices.values():
             index.close()
 
@@ -145,12 +140,12 @@ class Answers:
     def rollouts(self, query: Query) -> Answer:
         """Return a page of rollouts."""
         index = self._index(self._one(query))
-        asked: dict[str, Any] = {}
+        asked = query.model_dump(include={*RolloutFilter.model_fields})
         if "kind" not in query.model_fields_set:
             asked["kind"] = index.kind()
         if query.step is not None:
             asked |= {"from_step": query.step, "to_step": query.step}
-        wanted = query.model_copy(update=asked)
+        wanted = RolloutFilter(**asked)
         page = index.page(wanted, query.cursor, query.limit)
         rows = [
             {
@@ -162,7 +157,7 @@ class Answers:
             }
             for identity, row in page.rows
         ]
-        return {"rows": rows, "next": page.next, "total": page.total}
+        return page._asdict() | {"rows": rows}
 
     def rollout(self, query: Query) -> Answer:
         """Return a whole rollout, with the spans of its trace if it has one."""
@@ -324,7 +319,7 @@ class Answers:
     def _index(self, run: RunDirectory) -> RolloutIndex:
         with self._lock:
             if run.root not in self._indices:
-                self._indices[run.root] = _open_index(self._within(run.rollouts), run.root)
+                self._indices[run.root] = RolloutIndex(self._within(run.rollouts))
             return self._indices[run.root]
 
 
@@ -344,27 +339,3 @@ def _one_after_another(curves: Mapping[str, Curve], step: int) -> list[Answer]:
             found.append(_phase(phase, start, seconds))
             ends[parent], ends[phase] = start + seconds, start
     return found
-
-
-def _open_index(rollouts: Path, run: Path) -> RolloutIndex:
-    """Return the index in the run's directory, or in the cache if it cannot be there. Raises `BurnishError`."""
-    cached = cache_root() / "view" / f"{sha256(str(run).encode()).hexdigest()[:24]}.sqlite"
-    if not _is_on_network(run):
-        with suppress(OSError, sqlite3.OperationalError):
-            return RolloutIndex(rollouts, run / ".index.sqlite")
-    try:
-        cached.parent.mkdir(parents=True, exist_ok=True)
-        return RolloutIndex(rollouts, cached)
-    except (OSError, sqlite3.OperationalError) as error:
-        raise BurnishError(
-            f"there is no place for the index of {run}",
-            have=f"{cached}: {error}",
-            do="let BURNISH_CACHE name a directory that can be written",
-        ) from error
-
-
-def _is_on_network(path: Path) -> bool:
-    mounts = Path("/proc/self/mounts")  # exists on Linux
-    lines = [line.split() for line in mounts.read_text().splitlines()] if mounts.exists() else []
-    above = [(len(place), kind) for _, place, kind, *_ in lines if path.is_relative_to(place)]
-    return max(above, default=(0, ""))[1].removeprefix("fuse.") in _NETWORKS

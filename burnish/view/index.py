@@ -1,78 +1,75 @@
-"""Index a run's rollouts in SQLite, so that pages of millions are found without reading them.
+"""Index the newest rollouts of a run in memory, so that the page can filter and sort them.
 
-A row has the columns for filters and sorts, and the rollout's place: file, block and line. Its number orders rollouts of a kind
-by step, newest first, and within a step by prompt and sample.
+Older steps are read when a page comes to them. Nothing is written.
 """
 
 from __future__ import annotations
 
-import errno
-import json
-import logging
 import math
 import re
-import sqlite3
+import sys
 import threading
 import time
-from bisect import bisect_right
-from collections.abc import Callable, Generator, Iterator
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator, Mapping
 from contextlib import closing, suppress
-from functools import lru_cache, partial
+from functools import lru_cache
+from operator import attrgetter
 from pathlib import Path
 from stat import S_ISREG
-from typing import Annotated, Any, Literal, NamedTuple, TypeVar
+from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import BaseModel, Field
 
-from burnish.errors import BurnishError, CorruptError, MissingError, UsageError
+from burnish.errors import CorruptError, MissingError, UsageError
 from burnish.tracking.rollouts import Kind, Row, blocks, named_rollouts, parse_rollout
 from burnish.tracking.rundir import plain
 
-T = TypeVar("T")
+NEWEST_STEPS = 400
+"""Steps that are read in advance, and that an order by reward or length covers."""
+LAST_STEP = 10**18 - 1
+"""The last step that can be named."""
 
 _Sort = Literal["place", "step", "reward", "-reward", "length", "-length"]
 """Orders of rollouts: "place" is newest first, "step" is the reverse."""
-# A rollout's prompt, sample, place, reward, length and source.
-_Facts = tuple[int, int, int, float, int, str]
-# A rollout's number, its value in the sorted column, and its place. No place: there was no time to index the rest.
-_Place = tuple[int, float, int | None]
+_Position = tuple[float, int, int, int, int, int, int]
+"""A rollout's value in the sorted column, or 0, and its place: the first fields of an `IndexedRow`."""
 
-FORMAT = 2
-_SEQUENCE_BITS, _STEP_BITS, _LINE_BITS, _BLOCK_BITS = 22, 39, 22, 40
-_SEQUENCES = (1 << _SEQUENCE_BITS) - 1
-LAST_STEP = (1 << _STEP_BITS) - 1
-"""The last step that an index can have."""
-_LAST = (2 << _STEP_BITS << _SEQUENCE_BITS) - 1  # the largest number
-_NAN = math.nextafter(-math.inf, 0.0)  # in place of NaN, which SQLite cannot hold
-# Most seconds for a page to index, for a search to read, and to count rows.
-_PAGE_SECONDS, _SEARCH_SECONDS, _COUNT_SECONDS = 0.1, 1.0, 0.15
-_SORTED_AT_ONCE, _BLOCKS_HELD, _BUSY_SECONDS = 50_000, 16, 30.0
-# Least seconds between two listings of the directory, their largest share of time, and the age of a reliable directory time.
-_LOOK_SECONDS, _LOOK_SHARE, _RECENT_NS = 1.0, 0.05, 2 * 10**9
+_STEPS_KEPT = 2 * NEWEST_STEPS
+_BLOCKS_KEPT = 16
+_LISTS_KEPT = 4
+# In place of NaN, which has no order.
+_NAN = math.nextafter(-math.inf, 0.0)
+# Above the number of any prompt that can be asked for.
+_BEYOND = 1 << 62
+# Most seconds to read steps for an order by reward or length, and to search.
+_PAGE_SECONDS = 0.1
+_SEARCH_SECONDS = 1.0
+# Least seconds between two listings of the directory, and their largest share of time.
+_LOOK_SECONDS = 1.0
+_LOOK_SHARE = 0.05
 _ID = re.compile(r"((?:step|validation)-[0-9]{1,18}(?:\.rest)?):([0-9]{1,12}):([0-9]{1,6})")
-_SCHEMA = f"""
-PRAGMA journal_mode = WAL;
-PRAGMA synchronous = NORMAL;
--- Pages of indices are rewritten often, hence few checkpoints and 32 MiB of cache.
-PRAGMA wal_autocheckpoint = 16384;
-PRAGMA cache_size = -32768;
-BEGIN IMMEDIATE;
-CREATE TABLE IF NOT EXISTS groups(first INTEGER PRIMARY KEY, files TEXT NOT NULL, rows INTEGER NOT NULL, problem TEXT);
-CREATE TABLE IF NOT EXISTS sources(id INTEGER PRIMARY KEY, name TEXT NOT NULL UNIQUE);
-CREATE TABLE IF NOT EXISTS rollouts(id INTEGER PRIMARY KEY, place INTEGER NOT NULL, prompt INTEGER NOT NULL,
-                                    reward REAL NOT NULL, length INTEGER NOT NULL, source INTEGER NOT NULL);
-CREATE INDEX IF NOT EXISTS by_prompt ON rollouts(prompt);
-CREATE INDEX IF NOT EXISTS by_source ON rollouts(source);
-CREATE INDEX IF NOT EXISTS by_reward ON rollouts(reward);
-CREATE INDEX IF NOT EXISTS by_length ON rollouts(length);
-PRAGMA user_version = {FORMAT};
-COMMIT
-"""
 
-_log = logging.getLogger("burnish")
-
-Integer = Annotated[int, Field(gt=-(1 << 62), lt=1 << 62)]
+Integer = Annotated[int, Field(gt=-_BEYOND, lt=_BEYOND)]
 Number = Annotated[float, Field(ge=-math.inf)]  # not NaN
+
+
+class IndexedRow(NamedTuple):
+    """What the index knows of a rollout. Rows sort by place: newest step first, then prompt and sample."""
+
+    later: int
+    """Minus the step."""
+    prompt: int
+    sample: int
+    is_rest: int
+    """1 if it is in the file with the rest."""
+    start: int
+    """The offset of its block."""
+    line: int
+    """Its line in the block."""
+    reward: float
+    length: int
+    source: str
 
 
 class RolloutFilter(BaseModel, frozen=True):
@@ -92,36 +89,37 @@ class RolloutFilter(BaseModel, frozen=True):
     sort: _Sort = "place"
 
     @property
-    def span(self) -> tuple[int, int]:
-        """The first and the last number that rollouts of these steps can have."""
-        last, first = max(-1, min(self.to_step, LAST_STEP)), max(0, self.from_step)
-        return _first(self.kind, last), _first(self.kind, min(first, LAST_STEP + 1)) + _SEQUENCES
-
-    @property
-    def column(self) -> str:
-        """The column to sort by."""
+    def column(self) -> str | None:
+        """The column to sort by; None for the order of places."""
         name = self.sort.removeprefix("-")
-        return name if name in ("reward", "length") else "id"
+        return name if name in ("reward", "length") else None
 
     @property
     def descends(self) -> bool:
-        """Whether the column's values descend."""
+        """Whether the order of the column, or of places, is reversed."""
         return self.sort in ("step", "-reward", "-length")
 
-    @property
-    def conditions(self) -> dict[str, Any]:
-        """Conditions on rows, besides those on step and text."""
-        by_reward = self.min_reward is not None or self.max_reward is not None
-        named = {
-            "prompt = ?": self.prompt,
-            "source = (SELECT id FROM sources WHERE name = ?)": self.source and plain(self.source),
-            "reward >= ?": self.min_reward,
-            "reward <= ?": self.max_reward,
-            "reward != ?": _NAN if by_reward else None,
-            "length >= ?": self.min_length,
-            "length <= ?": self.max_length,
-        }
-        return {name: value for name, value in named.items() if value is not None}
+    def position(self, row: IndexedRow) -> _Position:
+        """Return what the order compares."""
+        value = getattr(row, self.column) if self.column else 0.0
+        return (value, *row[:6])
+
+    def select(self, rows: list[IndexedRow]) -> list[IndexedRow]:
+        """Return the rows that fulfil all conditions but those on step and text."""
+        if (prompt := self.prompt) is not None:
+            rows = [row for row in rows if row.prompt == prompt]
+        if self.source is not None:
+            source = plain(self.source)
+            rows = [row for row in rows if row.source == source]
+        if self.min_reward is not None or self.max_reward is not None:
+            least = -math.inf if self.min_reward is None else self.min_reward
+            most = math.inf if self.max_reward is None else self.max_reward
+            rows = [row for row in rows if least <= row.reward <= most and row.reward != _NAN]
+        if self.min_length is not None or self.max_length is not None:
+            shortest = -math.inf if self.min_length is None else self.min_length
+            longest = math.inf if self.max_length is None else self.max_length
+            rows = [row for row in rows if shortest <= row.length <= longest]
+        return rows
 
 
 class RolloutPage(NamedTuple):
@@ -131,37 +129,93 @@ class RolloutPage(NamedTuple):
     next: str | None
     """The cursor of the rest; None at the end."""
     total: int | None
-    """How many rollouts match: with the first page, if they can be counted quickly."""
+    """How many rollouts match in the steps that were read: with the first page, if the newest ones were."""
+    unread: int
+    """How many steps `total` and an order by reward or length leave out."""
+    newest: int | None
+    """The newest step, by which a page notices later ones."""
+
+
+class _StepFiles(NamedTuple):
+    """The files of a step. A changed file has another mark."""
+
+    step: int
+    both: tuple[tuple[str, str] | None, tuple[str, str] | None]
+    """Name and mark of that with the chosen rollouts, and of that with the rest."""
+
+
+class _Step(NamedTuple):
+    rows: list[IndexedRow]
+    """By place."""
+    problem: str | None
+
+
+_Candidates = Iterator[tuple[_Position, IndexedRow | None]]
+"""Rows with their positions. A position alone is between two steps."""
 
 
 class RolloutIndex:
-    """The index at `path` of a directory of rollouts, for all threads. Raises `BurnishError` if it can neither be used nor rebuilt."""
+    """An index of a directory of rollouts, for all threads of a viewer.
 
-    def __init__(self, directory: Path, path: Path) -> None:
-        self._directory, self._path = directory, path
-        self._lock, self._looking, self._indexing = (threading.RLock() for _ in range(3))
-        # By a step's first number: names and marks of its files, that with chosen rollouts and that with the rest, as JSON.
-        self._listed: dict[int, str] = {}
-        self._pending: list[int] = []  # first numbers of steps that are not indexed
-        self._changed_at, self._next_look = -1, 0.0
+    A thread reads the newest steps. Pages in the order of places go through all steps, however many there are.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._lock = threading.RLock()
+        self._reading = threading.RLock()
+        # By step, the newest first.
+        self._listed: dict[Kind, dict[int, _StepFiles]] = {"step": {}, "validation": {}}
+        self._steps: dict[_StepFiles, _Step] = {}
+        # What the thread is to read, as keys, the most urgent first.
+        self._wanted: dict[_StepFiles, None] = {}
+        self._next_look = 0.0
         self._thread: threading.Thread | None = None
         self._is_closed = False
-        self._block = lru_cache(_BLOCKS_HELD)(self._read_block)
-        self._open()
+        self._block = lru_cache(_BLOCKS_KEPT)(self._read_block)
+        # More of a list, and a list that is looked at again, need no new order.
+        self._ordered = lru_cache(_LISTS_KEPT)(self._order)
 
     def close(self) -> None:
-        """Stop the thread and close the index."""
+        """Stop the thread."""
         self._is_closed = True
         if self._thread is not None:
             self._thread.join()
-        with self._lock:
-            self._database.close()
 
     def page(
         self, wanted: RolloutFilter, cursor: str | None = None, limit: int = 50
     ) -> RolloutPage:
         """Return up to `limit` rollouts after a cursor, in about a second at most."""
-        return self._reopening(partial(self._page, wanted, cursor, limit))
+        deadline = time.monotonic() + _SEARCH_SECONDS
+        after = _parse_cursor(cursor)
+        self._list_files()
+        listed = self._listed[wanted.kind].items()
+        steps = {
+            step: files for step, files in listed if wanted.from_step <= step <= wanted.to_step
+        }
+        self._read_soon(steps)
+        candidates = self._sorted if wanted.column else self._walk
+        needle = wanted.text.casefold()
+        found: list[tuple[str, Row]] = []
+        last = after
+        following = None
+        for position, row in candidates(wanted, steps, after):
+            if row is None:
+                last = position
+            is_full = len(found) == limit
+            # A page goes on until it has got somewhere, however late it is.
+            is_late = last != after and time.monotonic() > deadline
+            if is_full or (is_late and (needle or row is None)):
+                following = last
+                break
+            if row is not None:
+                last = position
+                match = self._match(wanted.kind, steps[-row.later], row, needle)
+                found += [match] if match else []
+        total = None if cursor or needle else self._count(wanted, steps)
+        unread = sum(files not in self._steps for files in steps.values())
+        rest = following and ",".join(map(repr, following))
+        return RolloutPage(found, rest, total, unread, max(steps, default=None))
 
     def row(self, identity: str) -> Row:
         """Return one rollout as its file has it. Raises `MissingError`, and `CorruptError` for a damaged file."""
@@ -177,101 +231,99 @@ class RolloutIndex:
         return parse_rollout(line, f"{path}, in the block at byte {match[2]},")
 
     def facets(self, kind: Kind | None = None) -> dict[str, Any]:
-        """Return the values to filter by, the indexed share of steps, and problems with files."""
-        return self._reopening(partial(self._found_facets, kind or self.kind()))
+        """Return the values to filter by, the share of the newest steps that was read, and problems with files."""
+        self._list_files()
+        kind = kind or self.kind()
+        listed = self._listed[kind]
+        read = [step for files in listed.values() if (step := self._steps.get(files))]
+        newest = _newest(listed)
+        missing = [files for files in newest if files not in self._steps]
+        trained = sorted(self._listed["step"])
+        return {
+            "kind": kind,
+            "steps": [trained[0], trained[-1], len(trained)] if trained else None,
+            "validations": sorted(self._listed["validation"]),
+            "sources": sorted({row.source for step in read for row in step.rows}),
+            "indexed": 1 - len(missing) / max(1, len(newest)),
+            "older": len(listed) - len(newest),
+            "problems": [step.problem for step in read if step.problem],
+        }
 
     def kind(self) -> Kind:
         """Return the kind of the rollouts; "step" if there are both."""
-        self._reopening(self._look)
-        kinds = {_kind_and_step(first)[0] for first in self._listed}
-        return "validation" if kinds == {"validation"} else "step"
+        self._list_files()
+        return "validation" if self._listed["validation"] and not self._listed["step"] else "step"
 
-    def _look(self) -> None:
-        """List the files, unless that was just done; start the thread if some are not indexed."""
-        with self._looking:
+    # Files.
+
+    def _list_files(self) -> None:
+        """List the files, unless that was just done."""
+        with self._lock:
             begun = time.monotonic()
             if begun < self._next_look:
                 return
-            if not self._path.exists() or self._path.stat().st_ino != self._inode:
-                self._open_again()  # another viewer has rebuilt it
-            changed = self._directory.stat().st_mtime_ns if self._directory.exists() else 0
-            if changed != self._changed_at or time.time_ns() - changed < _RECENT_NS:
-                self._list()
-                self._changed_at = changed
+            found: dict[Kind, dict[int, list[tuple[str, str] | None]]]
+            found = {"step": {}, "validation": {}}
+            for kind, step, is_rest, path in named_rollouts(self._directory):
+                with suppress(FileNotFoundError):
+                    if step <= LAST_STEP:
+                        both = found[kind].setdefault(step, [None, None])
+                        both[is_rest] = (path.name, _mark(path))
+            self._listed = {
+                kind: {
+                    step: _StepFiles(step, (chosen, rest))
+                    for step, (chosen, rest) in sorted(of_kind.items(), reverse=True)
+                }
+                for kind, of_kind in found.items()
+            }
+            listed = {files for of_kind in self._listed.values() for files in of_kind.values()}
+            for files in self._steps.keys() - listed:
+                self._steps.pop(files)
             took = time.monotonic() - begun
             self._next_look = begun + max(_LOOK_SECONDS, took / _LOOK_SHARE)
-            if self._pending and (self._thread is None or not self._thread.is_alive()):
+            self._read_soon({})
+
+    def _read_soon(self, steps: Mapping[int, _StepFiles]) -> None:
+        """Have the thread read the newest of these steps, and then the newest of all."""
+        with self._lock:
+            newest = [files for of_kind in self._listed.values() for files in _newest(of_kind)]
+            self._wanted = dict.fromkeys([*_newest(steps), *newest])
+            is_idle = self._thread is None or not self._thread.is_alive()
+            if is_idle and any(files not in self._steps for files in self._wanted):
                 self._thread = threading.Thread(target=self._work, daemon=True)
                 self._thread.start()
 
-    def _list(self) -> None:
-        found: dict[int, list[tuple[str, str] | None]] = {}
-        for kind, step, is_rest, path in named_rollouts(self._directory):
-            with suppress(FileNotFoundError):
-                if step <= LAST_STEP:
-                    both = found.setdefault(_first(kind, step), [None, None])
-                    both[is_rest] = (path.name, _mark(path))
-        listed = {first: json.dumps(both) for first, both in found.items()}
-        with self._lock, self._database:
-            known = dict(self._database.execute("SELECT first, files FROM groups"))
-            for first in known.keys() - listed.keys():
-                self._drop(first)
-            self._listed = listed
-            self._pending = sorted(first for first in listed if known.get(first) != listed[first])
-
     def _work(self) -> None:
-        try:
-            while not self._is_closed and (first := self._next_pending()) is not None:
-                self._reopening(partial(self._index, first))
-        except BurnishError as error:
-            _log.warning("%s", error)
+        while not self._is_closed:
+            files = next((each for each in self._wanted if each not in self._steps), None)
+            if files is None:
+                return
+            self._indexed(files)
 
-    def _index(self, first: int) -> None:
-        with self._indexing:
-            files = self._listed.get(first)
-            with self._lock:
-                query = "SELECT 1 FROM groups WHERE first = ? AND files = ?"
-                is_there = self._database.execute(query, (first, files)).fetchone()
-            if files is not None and not is_there:
-                rows, problem = self._read(files)
-                with self._lock, self._database:
-                    self._drop(first)
-                    self._insert(first, files, rows, problem)
-            with self._lock:
-                if first in self._pending and self._listed.get(first) == files:
-                    self._pending.remove(first)
+    def _indexed(self, files: _StepFiles) -> _Step:
+        """Return a step. Read it, unless that was done."""
+        with self._reading:
+            step = self._steps.get(files)
+            if step is None:
+                step = self._read(files)
+                with self._lock:
+                    self._steps[files] = step
+                    spare = [each for each in self._steps if each not in self._wanted]
+                    if len(self._steps) > _STEPS_KEPT and spare:
+                        del self._steps[spare[0]]
+            return step
 
-    def _drop(self, first: int) -> None:
-        ids = (first, first + _SEQUENCES)
-        self._database.execute("DELETE FROM rollouts WHERE id BETWEEN ? AND ?", ids)
-        self._database.execute("DELETE FROM groups WHERE first = ?", (first,))
-
-    def _insert(self, first: int, files: str, rows: list[_Facts], problem: str | None) -> None:
-        names = {(row[5],) for row in rows}
-        self._database.executemany("INSERT OR IGNORE INTO sources(name) VALUES (?)", names)
-        numbers = dict(self._database.execute("SELECT name, id FROM sources"))
-        rows.sort()
-        self._database.executemany(
-            "INSERT INTO rollouts VALUES (?, ?, ?, ?, ?, ?)",
-            (
-                (first + i, place, prompt, reward, length, numbers[source])
-                for i, (prompt, _, place, reward, length, source) in enumerate(rows)
-            ),
-        )
-        group = (first, files, len(rows), problem)
-        self._database.execute("INSERT INTO groups VALUES (?, ?, ?, ?)", group)
-
-    def _read(self, files: str) -> tuple[list[_Facts], str | None]:
-        found: list[_Facts] = []
+    def _read(self, files: _StepFiles) -> _Step:
+        rows: list[IndexedRow] = []
         problem = None
-        for is_rest, file in enumerate(json.loads(files)):
+        for is_rest, file in enumerate(files.both):
             path = self._directory / file[0] if file else None
             try:
                 for start, text in blocks(path) if path else ():
                     for number, line in enumerate(text.splitlines(keepends=True)):
-                        place = (is_rest << _BLOCK_BITS | start) << _LINE_BITS | number
+                        place = (-files.step, is_rest, start, number)
                         try:
-                            found.append(_facts(line, place, f"{path}, at byte {start},"))
+                            rows.append(_index_row(line, place, f"{path}, at byte {start},"))
                         except CorruptError as error:
                             problem = error.problem
             except CorruptError as error:
@@ -279,94 +331,8 @@ class RolloutIndex:
             except OSError as error:
                 if not isinstance(error, FileNotFoundError):  # a run removes old files
                     problem = f"{path} cannot be read: {error.strerror}"
-        return found[: _SEQUENCES + 1], problem
-
-    def _page(self, wanted: RolloutFilter, cursor: str | None, limit: int) -> RolloutPage:
-        self._look()
-        begun, needle, after = time.monotonic(), wanted.text.casefold(), _parsed(cursor)
-        found: list[tuple[str, Row]] = []
-        following: str | None = None
-        with closing(self._candidates(wanted, after, begun + _PAGE_SECONDS)) as candidates:
-            for each in candidates:
-                is_late = needle and time.monotonic() > begun + _SEARCH_SECONDS
-                if each[2] is None or len(found) == limit or (after and is_late):
-                    number, value, _ = each if each[2] is None or after is None else after
-                    following = f"{number},{value!r}"
-                    break
-                after = each
-                if (row := self._matching(each, needle)) is not None:
-                    found.append(row)
-        total = self._count(wanted) if not (cursor or needle) else None
-        return RolloutPage(found, following, total)
-
-    def _candidates(
-        self, wanted: RolloutFilter, after: _Place | None, deadline: float
-    ) -> Generator[_Place]:
-        """Yield rollouts that fulfil all conditions but the text, in order; first index steps in their range while there is time."""
-        (low, high), descends, by_step = wanted.span, wanted.descends, wanted.column == "id"
-        if after is not None and by_step:
-            low, high = (low, after[0] - 1) if descends else (after[0] + 1, high)
-            after = None
-        while (first := self._next_pending(low, high, descends)) is not None:
-            self._index(first)
-            if time.monotonic() > deadline:
-                break
-        first = self._next_pending(low, high, descends)
-        if first is None or not by_step:
-            yield from self._selected(wanted, low, high, after)
-        # Rollouts before the first step that is not indexed are known; the others have to wait for it.
-        elif descends:
-            yield from self._selected(wanted, first + _SEQUENCES + 1, high)
-            yield first + _SEQUENCES + 1, 0.0, None
-        else:
-            yield from self._selected(wanted, low, first - 1)
-            yield first - 1, 0.0, None
-
-    def _next_pending(self, low: int = 0, high: int = _LAST, from_end: bool = False) -> int | None:
-        """Return the first number of the first step in a range that is not indexed; `from_end`, of the last."""
-        with self._lock:
-            start = bisect_right(self._pending, low - _SEQUENCES - 1)
-            stop = bisect_right(self._pending, high)
-            return self._pending[stop - 1 if from_end else start] if start < stop else None
-
-    def _selected(
-        self, wanted: RolloutFilter, low: int, high: int, after: _Place | None = None
-    ) -> Iterator[_Place]:
-        column = wanted.column
-        way, beyond = ("DESC", "<") if wanted.descends else ("ASC", ">")
-        index = "NOT INDEXED"
-        if wanted.prompt is not None:
-            index = "INDEXED BY by_prompt"
-        elif column == "id" and wanted.source is not None:
-            index = "INDEXED BY by_source"
-        elif column != "id" and self._rows(wanted) > _SORTED_AT_ONCE:
-            index = f"INDEXED BY by_{column}"
-        parts: list[dict[str, Any]] = [{}]
-        if after is not None:
-            same = {f"{column} = ?": after[1], f"id {beyond} ?": after[0]}
-            parts = [same, {f"{column} {beyond} ?": after[1]}]
-        for part in parts:
-            where = {"id >= ?": low, "id <= ?": high, **wanted.conditions, **part}
-            query = f"SELECT id, {column}, place FROM rollouts {index} WHERE {' AND '.join(where)}"
-            order = f" ORDER BY {column} {way}, id {way}"
-            with closing(self._connection()) as reader:
-                yield from reader.execute(query + order, [*where.values()])
-
-    def _matching(self, each: _Place, needle: str) -> tuple[str, Row] | None:
-        """Return a rollout and its id, if its text contains `needle`; None also if it is gone."""
-        number, _, place = each
-        rest_and_start, line = divmod(place or 0, 1 << _LINE_BITS)
-        is_rest, start = divmod(rest_and_start, 1 << _BLOCK_BITS)
-        try:
-            name, mark = json.loads(self._listed[number & ~_SEQUENCES])[is_rest]
-            row = parse_rollout(self._block(self._directory / name, mark, start)[line], name)
-        except (KeyError, IndexError, TypeError, OSError, CorruptError):  # the file has changed
-            return None
-        texts = (str(row["prompt"]), str(row["completion"]))
-        if needle and not any(needle in text.casefold() for text in texts):
-            return None
-        row["kind"], row["step"] = _kind_and_step(number)
-        return f"{name.removesuffix('.jsonl.gz')}:{start}:{line}", row
+        rows.sort()
+        return _Step(rows, problem)
 
     def _read_block(self, path: Path, mark: str, start: int) -> list[bytes]:
         with closing(blocks(path, start)) as found:
@@ -374,109 +340,83 @@ class RolloutIndex:
                 return data.splitlines(keepends=True)
         raise IndexError(start)
 
-    def _rows(self, wanted: RolloutFilter) -> int:
-        with closing(self._connection()) as reader:
-            query = "SELECT coalesce(sum(rows), 0) FROM groups WHERE first BETWEEN ? AND ?"
-            return int(reader.execute(query, wanted.span).fetchone()[0])
+    # Rows.
 
-    def _count(self, wanted: RolloutFilter) -> int | None:
-        """Return how many rows fulfil everything; None if that takes long, or if not all are indexed."""
-        low, high = wanted.span
-        if self._next_pending(low, high) is not None:
+    def _walk(
+        self, wanted: RolloutFilter, steps: Mapping[int, _StepFiles], after: _Position | None
+    ) -> _Candidates:
+        """Yield rows in the order of places, with their positions, and a position alone between two steps."""
+        way = -1 if wanted.descends else 1
+        done = None
+        for step in sorted(steps, reverse=not wanted.descends):
+            if after is not None and way * (step + after[1]) > 0:
+                continue  # it was on an earlier page
+            if done is not None:
+                yield (0.0, -done, way * _BEYOND, 0, 0, 0, 0), None
+            rows = wanted.select(self._indexed(steps[step]).rows)
+            yield from _in_order(wanted, rows, after)
+            done = step
+
+    def _sorted(
+        self, wanted: RolloutFilter, steps: Mapping[int, _StepFiles], after: _Position | None
+    ) -> _Candidates:
+        """Yield rows by a column, of the steps that were read; first read the newest ones while there is time."""
+        deadline = time.monotonic() + _PAGE_SECONDS
+        for files in _newest(steps):
+            if time.monotonic() > deadline:
+                break
+            self._indexed(files)
+        yield from _in_order(wanted, self._known(wanted, steps), after)
+
+    def _known(self, wanted: RolloutFilter, steps: Mapping[int, _StepFiles]) -> list[IndexedRow]:
+        """Return the matching rows of the steps that were read, in ascending order."""
+        read = tuple(files for files in steps.values() if files in self._steps)
+        return self._ordered(wanted.model_copy(update={"text": ""}), read)
+
+    def _order(self, wanted: RolloutFilter, read: tuple[_StepFiles, ...]) -> list[IndexedRow]:
+        found = [step for files in read if (step := self._steps.get(files))]
+        rows = wanted.select([row for step in found for row in step.rows])
+        if wanted.column is not None:
+            rows.sort(key=attrgetter(wanted.column))
+        return rows
+
+    def _count(self, wanted: RolloutFilter, steps: Mapping[int, _StepFiles]) -> int | None:
+        if any(files not in self._steps for files in _newest(steps)):
             return None
-        if not wanted.conditions:
-            return self._rows(wanted)
-        where = {"id >= ?": low, "id <= ?": high, **wanted.conditions}
-        deadline = time.monotonic() + _COUNT_SECONDS
-        with closing(self._connection()) as reader, suppress(sqlite3.OperationalError):
-            reader.set_progress_handler(lambda: time.monotonic() > deadline, 10_000)
-            query = f"SELECT count(*) FROM rollouts WHERE {' AND '.join(where)}"
-            return int(reader.execute(query, [*where.values()]).fetchone()[0])
-        return None
+        return len(self._known(wanted, steps))
 
-    def _found_facets(self, kind: Kind) -> dict[str, Any]:
-        self._look()
-        pending = len(self._pending)  # read first: the thread may index more meanwhile
-        every = [_kind_and_step(first) for first in sorted(self._listed, reverse=True)]
-        trained = [step for of, step in every if of == "step"]
-        span = RolloutFilter(kind=kind).span
-        used = "SELECT 1 FROM rollouts INDEXED BY by_source WHERE source = sources.id AND id BETWEEN ? AND ?"
-        sources = f"SELECT name FROM sources WHERE EXISTS ({used}) ORDER BY name"
-        wrong = "SELECT problem FROM groups WHERE problem NOT NULL AND first BETWEEN ? AND ?"
-        with closing(self._connection()) as reader:
-            return {
-                "kind": kind,
-                "steps": [trained[0], trained[-1], len(trained)] if trained else None,
-                "validations": [step for of, step in every if of == "validation"],
-                "sources": [name for (name,) in reader.execute(sources, span)],
-                "indexed": round(1 - pending / max(1, len(self._listed)), 4),
-                "problems": [problem for (problem,) in reader.execute(wrong, span)],
-            }
-
-    def _reopening(self, call: Callable[[], T]) -> T:
+    def _match(
+        self, kind: Kind, files: _StepFiles, row: IndexedRow, needle: str
+    ) -> tuple[str, Row] | None:
+        """Return a rollout and its id, if its text contains `needle`; None also if it is gone."""
         try:
-            try:
-                return call()
-            except sqlite3.DatabaseError as error:
-                _log.warning("%s is opened again: %s", self._path, error)
-                with self._lock:
-                    if not isinstance(error, sqlite3.OperationalError):
-                        self._remove()
-                    self._open_again()
-                return call()
-        except (sqlite3.Error, OSError) as error:
-            do = "make room there, or let BURNISH_CACHE name a directory that can be written"
-            problem = f"the index {self._path} cannot be used"
-            raise BurnishError(problem, have=error, do=do) from error
-
-    def _open_again(self) -> None:
-        with self._lock:
-            self._database.close()
-            self._open()
-            self._list()
-
-    def _open(self) -> None:
-        database = self._connection()
-        try:
-            (version,) = database.execute("PRAGMA user_version").fetchone()
-        except sqlite3.OperationalError:  # no place for a database
-            raise
-        except sqlite3.DatabaseError:  # not a database
-            version = -1
-        if version not in (0, FORMAT):
-            database.close()
-            self._remove()
-            database = self._connection()
-        database.executescript(_SCHEMA)
-        self._database, self._inode = database, self._path.stat().st_ino
-
-    def _connection(self) -> sqlite3.Connection:
-        # SQLite follows links, and writes into whatever they lead to.
-        for path in (self._path, *self._beside()):
-            with suppress(FileNotFoundError):
-                state = path.lstat()
-                if not S_ISREG(state.st_mode) or state.st_nlink > 1:
-                    raise OSError(errno.EINVAL, "a link, or not a regular file", str(path))
-        return sqlite3.connect(self._path, _BUSY_SECONDS, 0, "IMMEDIATE", check_same_thread=False)
-
-    def _remove(self) -> None:
-        for path in (self._path, *self._beside()):
-            path.unlink(missing_ok=True)
-
-    def _beside(self) -> list[Path]:
-        """Return the files that SQLite keeps beside the index."""
-        return [
-            self._path.with_name(f"{self._path.name}-{each}") for each in ("wal", "shm", "journal")
-        ]
+            name, mark = files.both[row.is_rest] or ("", "")
+            block = self._block(self._directory / name, mark, row.start)
+            found = parse_rollout(block[row.line], name)
+        except (IndexError, OSError, CorruptError):  # the file has changed
+            return None
+        texts = (str(found["prompt"]), str(found["completion"]))
+        if needle and not any(needle in text.casefold() for text in texts):
+            return None
+        found["kind"] = kind
+        found["step"] = files.step
+        return f"{name.removesuffix('.jsonl.gz')}:{row.start}:{row.line}", found
 
 
-def _first(kind: Kind, step: int) -> int:
-    return ((kind == "validation") << _STEP_BITS | LAST_STEP - step) << _SEQUENCE_BITS
+def _newest(steps: Mapping[int, _StepFiles]) -> list[_StepFiles]:
+    return [*steps.values()][:NEWEST_STEPS]
 
 
-def _kind_and_step(number: int) -> tuple[Kind, int]:
-    is_validation, later = divmod(number >> _SEQUENCE_BITS, 1 << _STEP_BITS)
-    return ("validation" if is_validation else "step"), LAST_STEP - later
+def _in_order(
+    wanted: RolloutFilter, rows: list[IndexedRow], after: _Position | None
+) -> _Candidates:
+    """Yield the sorted rows that come after a position, with theirs."""
+    if after is not None and wanted.descends:
+        rows = rows[: bisect_left(rows, after, key=wanted.position)]
+    elif after is not None:
+        rows = rows[bisect_right(rows, after, key=wanted.position) :]
+    for row in reversed(rows) if wanted.descends else rows:
+        yield wanted.position(row), row
 
 
 def _mark(path: Path) -> str:
@@ -487,31 +427,34 @@ def _mark(path: Path) -> str:
     return f"{state.st_size}:{state.st_mtime_ns}"
 
 
-def _parsed(cursor: str | None) -> _Place | None:
+def _parse_cursor(cursor: str | None) -> _Position | None:
     if not cursor:
         return None
     try:
-        number, value = cursor.split(",")
-        return _fitting(number), float(value), None
-    except (ValueError, OverflowError) as error:
+        value, *place = cursor.split(",")
+        later, prompt, sample, is_rest, start, line = map(int, place)
+        return float(value), later, prompt, sample, is_rest, start, line
+    except ValueError as error:
         do = "begin at the first page"
         raise UsageError("cursor: it is not the end of a page", have=cursor[:80], do=do) from error
 
 
-def _facts(line: bytes, place: int, where: str) -> _Facts:
+def _index_row(line: bytes, place: tuple[int, int, int, int], where: str) -> IndexedRow:
     row = parse_rollout(line, where)
+    later, is_rest, start, number = place
     try:
-        prompt, sample = _fitting(row["prompt_index"]), _fitting(row.get("sample") or 0)
-        length, reward = _fitting(row.get("length") or 0), float(row["reward"])
+        reward = float(row["reward"])
+        return IndexedRow(
+            later,
+            int(row["prompt_index"]),
+            int(row.get("sample") or 0),
+            is_rest,
+            start,
+            number,
+            _NAN if math.isnan(reward) else reward,
+            int(row.get("length") or 0),
+            sys.intern(plain(str(row.get("source") or ""))),
+        )
     except (TypeError, ValueError, OverflowError) as error:
         problem = f"{where} has a rollout with invalid numbers"
         raise CorruptError(problem, have=error, do="move the file away") from error
-    source = plain(str(row.get("source") or ""))
-    return prompt, sample, place, _NAN if math.isnan(reward) else reward, length, source
-
-
-def _fitting(value: Any) -> int:
-    """Return an integer that SQLite can hold. Raises `ValueError`, `TypeError` or `OverflowError`."""
-    number = int(value)
-    number.to_bytes(8, signed=True)
-    return number

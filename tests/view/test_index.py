@@ -5,7 +5,6 @@ from __future__ import annotations
 import gzip
 import math
 import os
-import sqlite3
 import threading
 import time
 from collections.abc import Iterator
@@ -19,7 +18,8 @@ from hypothesis import strategies as st
 from support.nightly import draws
 from support.runs.rollout_files import row, write
 
-from burnish.errors import BurnishError, CorruptError, MissingError, UsageError
+import burnish.view.index
+from burnish.errors import CorruptError, MissingError, UsageError
 from burnish.tracking.rollouts import Kind, thin_rollouts
 from burnish.view.index import RolloutFilter, RolloutIndex
 
@@ -64,8 +64,8 @@ FILTERS = st.builds(
 
 
 @contextmanager
-def index_of(directory: Path, path: Path | None = None) -> Iterator[RolloutIndex]:
-    with closing(RolloutIndex(directory, path or directory.parent / "index.sqlite")) as found:
+def index_of(directory: Path) -> Iterator[RolloutIndex]:
+    with closing(RolloutIndex(directory)) as found:
         yield found
 
 
@@ -137,16 +137,17 @@ def test_pages_have_what_a_reader_of_all_files_finds(
     right = expected(files, wanted)
     with index_of(directory) as index:
         assert pages(index, wanted, limit=limit) == right
-        total = index.page(wanted).total
-        assert total == (None if wanted.text else len(right))
-    with index_of(directory) as index:  # indexed before
+        wait_for(index, wanted.kind)
         assert pages(index, wanted, limit=limit) == right
+        page = index.page(wanted)
+        assert page.total == (None if wanted.text else len(right))
+        assert page.unread == 0
 
 
-def wait_for(index: RolloutIndex) -> dict[str, Any]:
-    """The facets when all is indexed."""
-    while (facets := index.facets())["indexed"] < 1:
-        time.sleep(0.01)
+def wait_for(index: RolloutIndex, kind: Kind | None = None) -> dict[str, Any]:
+    """The facets when the newest steps are indexed."""
+    while (facets := index.facets(kind))["indexed"] < 1:
+        time.sleep(0.001)
     return facets
 
 
@@ -159,7 +160,7 @@ def test_facets(tmp_path: Path) -> None:
         found = wait_for(index)
         assert (found["steps"], found["validations"]) == ([1, 5, 2], [4])
         assert found["sources"] == ["s", "t"]
-        assert index.facets("validation")["sources"] == ["s"]
+        assert wait_for(index, "validation")["sources"] == ["s"]
 
 
 def test_without_files_there_is_nothing(tmp_path: Path) -> None:
@@ -209,7 +210,11 @@ def test_damage_is_told_and_the_rest_is_shown(tmp_path: Path) -> None:
     whole = write(directory, 1, [row(n) for n in range(6)])
     cut = write(directory, 2, [row(n) for n in range(6)])
     cut.write_bytes(cut.read_bytes()[:-5])
-    write(directory, 3, [row(0), row(1, reward=[]), {"step": 3}, row("x"), row(2**70), row(2)])  # type: ignore[arg-type]
+    write(
+        directory,
+        3,
+        [row(0), row(1, reward=[]), {"step": 3}, row("x"), row(2, length=math.inf), row(2)],
+    )  # type: ignore[arg-type]
     flipped = bytearray(whole.read_bytes())
     flipped[40] ^= 255
     (directory / "step-00000004.jsonl.gz").write_bytes(flipped)
@@ -255,66 +260,67 @@ def test_a_cursor_that_is_none(tmp_path: Path, cursor: str) -> None:
         index.page(RolloutFilter(), cursor)
 
 
-def test_an_index_of_another_format_is_made_again(tmp_path: Path) -> None:
-    directory, path = tmp_path / "rollouts", tmp_path / "index.sqlite"
-    write(directory, 1, [row()])
-    with closing(sqlite3.connect(path)) as database:
-        database.execute("CREATE TABLE rollouts(id)")
-        database.execute("PRAGMA user_version = 99")
-    with index_of(directory, path) as index:
-        assert len(pages(index, RolloutFilter())) == 1
+def test_only_the_newest_steps_are_read_in_advance(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An order by reward has the newest steps of those asked for; the order of steps has all."""
+    monkeypatch.setattr(burnish.view.index, "NEWEST_STEPS", 3)
+    monkeypatch.setattr(burnish.view.index, "_STEPS_KEPT", 6)
+    directory = tmp_path / "rollouts"
+    for step in range(1, 11):
+        write(directory, step, [row(n, reward=float(step)) for n in range(2)])
+    with index_of(directory) as index:
+        facets = wait_for(index)
+        assert facets["steps"] == [1, 10, 10]
+        assert facets["older"] == 7
+        by_reward = RolloutFilter(sort="reward")
+        assert [each["step"] for each in pages(index, by_reward)] == [8, 8, 9, 9, 10, 10]
+        page = index.page(by_reward)
+        assert (page.total, page.unread, page.newest) == (6, 7, 10)
+        older = RolloutFilter(sort="-reward", to_step=5)
+        assert [each["step"] for each in pages(index, older)] == [5, 5, 4, 4, 3, 3]
+        assert (index.page(older).total, index.page(older).unread) == (6, 2)
+        one = RolloutFilter(sort="step", prompt=1)
+        assert [each["step"] for each in pages(index, one, limit=3)] == [*range(1, 11)]
+        assert len(pages(index, RolloutFilter(text="YES"))) == 20
+        assert wait_for(index)["older"] == 7
+        assert len(index._steps) <= 6
 
 
-def test_a_broken_index_is_made_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    directory, path = tmp_path / "rollouts", tmp_path / "index.sqlite"
-    for step in range(40):
-        write(directory, step, [row(n) for n in range(20)])
-    path.write_bytes(b"no database" * 1000)
-    with index_of(directory, path) as index:
-        wait_for(index)
-        assert len(pages(index, RolloutFilter())) == 800
-    data = bytearray(path.read_bytes())
-    data[8192:] = bytes(len(data) - 8192)
-    path.write_bytes(data)
-    with index_of(directory, path) as index:
-        assert len(pages(index, RolloutFilter())) == 800
-    assert caplog.records
+def test_a_search_that_takes_long_goes_on_where_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(burnish.view.index, "_SEARCH_SECONDS", 0.0)
+    directory = tmp_path / "rollouts"
+    for step in range(1, 6):
+        write(directory, step, [row(n) for n in range(3)] if step % 2 else [])
+    with index_of(directory) as index:
+        for wanted in (RolloutFilter(text="yes"), RolloutFilter(text="no", sort="step")):
+            pages_found = []
+            cursor: str | None = ""
+            while cursor is not None:
+                page = index.page(wanted, cursor)
+                pages_found.append([each["step"] for _, each in page.rows])
+                cursor = page.next
+            assert len(pages_found) > 5
+            right = [5, 5, 5, 3, 3, 3, 1, 1, 1] if wanted.text == "yes" else []
+            assert [step for each in pages_found for step in each] == right
 
 
-def test_several_viewers_share_an_index(tmp_path: Path) -> None:
+def test_several_threads_share_an_index(tmp_path: Path) -> None:
     directory = tmp_path / "rollouts"
     for step in range(30):
         write(directory, step, [row(n, reward=float(step)) for n in range(10)])
     found: list[int] = []
+    with index_of(directory) as index:
 
-    def look() -> None:
-        with index_of(directory) as index:
+        def look() -> None:
             wait_for(index)
             found.append(len(pages(index, RolloutFilter(sort="reward"), limit=7)))
 
-    threads = [threading.Thread(target=look) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+        threads = [threading.Thread(target=look) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
     assert found == [300] * 4
-
-
-def test_an_index_that_is_removed_or_made_again_meanwhile(tmp_path: Path) -> None:
-    write(tmp_path / "rollouts", 1, [row()])
-    with index_of(tmp_path / "rollouts") as index:
-        assert len(pages(index, RolloutFilter())) == 1
-        for path in tmp_path.glob("index.sqlite*"):
-            path.unlink()
-        look_again(index)
-        assert len(pages(index, RolloutFilter())) == 1
-
-
-def test_where_no_index_can_be(tmp_path: Path) -> None:
-    write(tmp_path / "rollouts", 1, [row()])
-    with pytest.raises(sqlite3.OperationalError):
-        RolloutIndex(tmp_path / "rollouts", tmp_path / "nowhere" / "index.sqlite")
-    with index_of(tmp_path / "rollouts") as index:
-        index._path = tmp_path / "nowhere" / "index.sqlite"
-        with pytest.raises(BurnishError):
-            index.page(RolloutFilter())

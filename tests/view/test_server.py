@@ -397,10 +397,14 @@ def test_a_run_that_grows(tmp_path: Path) -> None:
         tracker.log(4, {"reward/mean": 0.75, "later": 1.0})
         assert next_event(reply) == {"run": "a"}
         assert found.get("runs")["runs"][0]["reward"] == 0.75
+        before = found.get("rollouts", run="a")["newest"]
+        assert before == 3
         write(run.rollouts, 4, [row(completion="new")])
         assert found.get("metrics", run="a", names="later")["a"]["later"]["steps"] == [4]
-        while found.get("rollouts", run="a")["rows"][0]["completion"] != "new":
+        while not (later := found.get("rollouts", run="a", from_step=before + 1, limit=1))["total"]:
             time.sleep(0.1)
+        assert later["rows"][0]["completion"] == "new"
+        assert (later["total"], later["newest"]) == (1, 4)
         tracker.close()
         tracker = JsonlTracker(
             run.metrics, resume_step=2
@@ -450,22 +454,6 @@ def test_checkpoints_are_listed(tmp_path: Path) -> None:
     (step,) = told["steps"]
     assert (step["step"], step["damaged"], "healthy" in step) == (2, True, False)
     assert told["problem"]
-
-
-def test_where_the_index_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("BURNISH_CACHE", str(tmp_path / "cache"))
-    for name in ("beside", "elsewhere"):
-        make_run(tmp_path / "runs" / name, steps=1, prompts=1, tokens=3)
-    (tmp_path / "runs" / "elsewhere" / ".index.sqlite").mkdir()
-    with viewer(tmp_path / "runs") as found:
-        for name in ("beside", "elsewhere"):
-            assert found.get("rollouts", run=name)["rows"]
-        assert (tmp_path / "runs" / "beside" / ".index.sqlite").is_file()
-        assert len(list((tmp_path / "cache" / "view").glob("*.sqlite"))) == 1
-    (tmp_path / "file").write_text("")
-    monkeypatch.setenv("BURNISH_CACHE", str(tmp_path / "file"))
-    with viewer(tmp_path / "runs") as found:
-        found.get("rollouts", run="elsewhere", status=400)
 
 
 def test_a_listener_that_hangs_up_leaves_nothing(served: Viewer) -> None:

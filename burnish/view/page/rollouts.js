@@ -27,19 +27,19 @@ export function rolloutsView(body) {
   const form = h("form.filters", {onsubmit: (event) => event.preventDefault()});
   body.classList.add("rollouts");
   body.append(...(frozen ? [] : [h("details.fold", {open: innerWidth > WIDE}, h("summary", "Filters"), form)]), h("div.list", total, list, more), reader);
-  let rows = [], cursor = null, known = 0, listed = null, read = null, filled = null;
+  let rows = [], cursor = null, known = 0, unread = 0, newest = null, listed = null, read = null, filled = null;
 
   async function load(further = false) {
     const {run, query} = here();
     const answer = frozen ? await examples(list, run) : await get("rollouts", {run, ...filtersOf(query), cursor: further ? cursor : null});
-    if (!further) known = answer.total;
+    if (!further) [known, unread, newest] = [answer.total, answer.unread, answer.newest ?? null];
     rows = further ? [...rows, ...answer.rows] : answer.rows;
     cursor = answer.next;
     more.hidden = !cursor;
     if (frozen) return;
     if (!further) list.replaceChildren();
     list.append(...answer.rows.map((row) => item(row)));
-    total.textContent = known === null ? `${count(rows.length)}${cursor ? " or more" : ""} rollouts` : plural(known, "rollout");
+    total.textContent = known === null ? `${count(rows.length)}${cursor ? " or more" : ""} rollouts` : plural(known, "rollout") + (unread ? `, and more at ${plural(unread, "step")} that were not read` : "");
     if (!rows.length && cursor) await load(true);
     else if (!rows.length) list.append(h("p.none", Object.keys(filtersOf(query)).length ? "No rollout matches." : "No rollouts have been written yet."));
   }
@@ -69,8 +69,9 @@ export function rolloutsView(body) {
 
   // New rollouts do not move the list while it is read; a button shows them.
   async function fresher(run, query) {
-    const {total: now} = await get("rollouts", {run, ...filtersOf(query), limit: 1});
-    if (now !== null && now > known) total.replaceChildren(button("chip", `Show ${count(now - known)} new`, () => load()));
+    const from = Math.max(newest === null ? 0 : newest + 1, Number(query.get("from_step") ?? 0));
+    const {total: fresh} = await get("rollouts", {run, ...filtersOf(query), from_step: from, limit: 1});
+    if (fresh) total.replaceChildren(button("chip", `Show ${count(fresh)} new`, () => load()));
   }
 
   async function move(by) {
@@ -88,7 +89,7 @@ export function rolloutsView(body) {
 }
 
 // The filters.
-function fill(form, {sources = [], steps, validations = [], indexed, problems = []}) {
+function fill(form, {sources = [], steps, validations = [], indexed, older = 0, problems = []}) {
   const change = () => later(() => {
     const values = [...form.querySelectorAll("[name]")].map(({name, value}) => [name, value.trim()]);
     replace(changed(Object.fromEntries(values), {...here(), view: "rollouts", argument: null}));
@@ -107,7 +108,8 @@ function fill(form, {sources = [], steps, validations = [], indexed, problems = 
     range("Reward", "reward"), range("Length, tokens", "length"),
     group(steps?.[2] ? `Step, ${count(steps[0])} to ${count(steps[1])}` : "Step", h("div.pair", field("from_step", "from"), field("to_step", "to"))),
     group("Prompt", field("prompt", "number of the prompt")), button("button", "Clear", () => go(link("rollouts", here().run))),
-    ...problems.map((each) => h("p.bad", words(each))), indexed < 1 ? h("p.faint", `${Math.floor(100 * indexed)} % of the files are indexed`) : null,
+    ...problems.map((each) => h("p.bad", words(each))), indexed < 1 ? h("p.faint", `${Math.floor(100 * indexed)} % of the newest steps are read`) : null,
+    older ? h("p.faint", `Orders by reward and length have the newest steps, without ${count(older)} older ones. Choose steps to order those.`) : null,
   ].filter(Boolean));
 }
 
