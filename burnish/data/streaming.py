@@ -3,6 +3,9 @@
 The files of an epoch lie end to end, in an order drawn from the seed, and are cut into windows of equally many bytes. A row, or a
 row group of Parquet, belongs to the window in which it begins. So any window can be read alone. Its rows are shuffled. A place is
 `window << 32 | row`, with windows counted over all epochs.
+
+So a place is the whole state, and taking it up again reads one window. `IterableDataset` of datasets cannot: its shuffle buffer is
+lost on resuming, it reads a file again from its beginning, and a broken line ends it.
 """
 
 from __future__ import annotations
@@ -49,8 +52,6 @@ _MOST_BROKEN = 100
 _MOST_WARNINGS = 3
 _SHARED = "streams"
 _DAY = 86_400.0
-_MOST_ASKED = 256
-"""Most samples kept that no loader took: comparisons ask for the same ones again."""
 
 logger = logging.getLogger(__name__)
 
@@ -156,15 +157,17 @@ class StreamedRows(Rows):
     def _parts(self, number: int) -> Iterator[tuple[StreamedFile, int, int]]:
         """Yield a window's files, and which bytes of each it has."""
         epoch, window = divmod(number, self.windows)
-        shards, at = list(self.shards), 0
+        shards = list(self.shards)
         if self.shuffle:
-            shards = [shards[each] for each in order(self.seed, epoch, len(shards))]
+            shards = [shards[index] for index in order(self.seed, epoch, len(shards))]
         begin = window * self.window_bytes
+        start = 0  # of the shard, among all shards in this epoch's order
         for shard in shards:
-            first, last = max(begin - at, 0), min(begin + self.window_bytes - at, shard.size)
+            first = max(begin - start, 0)
+            last = min(begin + self.window_bytes - start, shard.size)
             if first < last:
                 yield shard, first, last
-            at += shard.size
+            start += shard.size
 
     def _fetch(self, number: int) -> list[bytes]:
         """Fetch a window without Arrow: the process may end during this thread."""
@@ -179,10 +182,10 @@ class StreamedRows(Rows):
         if self.shared:
             _remove_from_cache(f"{self.shared}-", range(number - 1, number + 2))
         ends = accumulate((last - first for _, first, last in parts), initial=0)
-        found = [data[begin:end] for begin, end in pairwise(ends)]
+        pieces = [data[begin:end] for begin, end in pairwise(ends)]
         if self.windows == 1:
-            self._kept.update(zip((file for file, _, _ in parts), found, strict=True))
-        return found
+            self._kept.update(zip((file for file, _, _ in parts), pieces, strict=True))
+        return pieces
 
     def _rows_in(self, number: int, fetched: Sequence[bytes]) -> _Window:
         rows: _Window = []
@@ -192,8 +195,8 @@ class StreamedRows(Rows):
         if not self.shuffle:
             return rows
         epoch, window = divmod(number, self.windows)
-        mixed = order(derive_seed(self.seed, "window", epoch), window, len(rows))
-        return [rows[each] for each in mixed]
+        shuffled = order(derive_seed(self.seed, "window", epoch), window, len(rows))
+        return [rows[index] for index in shuffled]
 
 
 def open_rows(
@@ -209,10 +212,11 @@ def open_rows(
 
     Raises `BurnishError` if no row begins in it.
     """
-    layout, shards = layout or Layout(), list[StreamedFile]()
+    layout = layout or Layout()
+    shards: list[StreamedFile] = []
     with agree(layout):
         if layout.is_main:
-            shards = [each for path in paths for each in _shards(path, setting) if each.size]
+            shards = [shard for path in paths for shard in _shards(path, setting) if shard.size]
             for shard in shards:
                 if kind_of([PurePosixPath(shard.name)], setting) not in ("json", "parquet"):
                     raise UsageError(
@@ -224,7 +228,7 @@ def open_rows(
     starts = accumulate((shard.size for shard in shards), initial=0)
     shards = [replace(shard, start=at) for shard, at in zip(shards, starts, strict=False)]
     listed = [(shard.name, shard.size, shard.version) for shard in shards]
-    is_far = any(not str(each.source).startswith("file://") for each in shards)
+    is_far = any(not str(shard.source).startswith("file://") for shard in shards)
     files = tuple(map(str, shards))
     key = xxhash.xxh3_64_hexdigest(repr((files, listed, window_bytes, seed, shuffle)).encode())
     rows = StreamedRows(
@@ -259,14 +263,13 @@ class Stream(Mixture[Item]):
         """Raises `UsageError` for a broken row among the first ones."""
         super().__init__(parts)
         self._rows = tuple(cast("StreamedRows", part.rows) for part in parts)
-        self._made: dict[int, Item] = {}
-        self._asked: dict[int, Item] = {}
+        self._taken: dict[int, Item] = {}
         self._warned: dict[str, set[str]] = {}
         self._broken = 0
         for number, part in enumerate(self.parts):
             for row in range(min(LOOKED_AT, len(self._rows[number].window(0)))):
                 part.make([row])
-            self._asked[number] = self.at(number, 0)[1]
+            self.at(number, 0)
 
     def __len__(self) -> int:
         return sum(len(part.rows) for part in self.parts)
@@ -275,12 +278,10 @@ class Stream(Mixture[Item]):
         """See `ItemSequence.items`."""
         items: list[Item] = []
         for index in indices:
-            item = self._made.pop(index, None) or self._asked.get(index)
+            item = self._taken.pop(index, None)
             if item is None:
                 place, number = divmod(index, len(self.parts))
-                item = self.at(number, place)[1]
-                if len(self._asked) < _MOST_ASKED:
-                    self._asked[index] = item
+                _, item = self.at(number, place)
             items.append(item)
         return items
 
@@ -289,14 +290,16 @@ class Stream(Mixture[Item]):
 
         Raises `UsageError` if a whole epoch has none.
         """
-        part, rows = self.parts[number], self._rows[number]
-        first, row = place >> 32, place & _ROW
-        for window in range(first, first + rows.windows + 1):
-            for each in range(row, len(rows.window(window, ahead=ahead))):
-                item = self._usable(part, window << 32 | each)
+        part = self.parts[number]
+        rows = self._rows[number]
+        first_window = place >> 32
+        first_row = place & _ROW
+        for window in range(first_window, first_window + rows.windows + 1):
+            for row in range(first_row, len(rows.window(window, ahead=ahead))):
+                item = self._usable(part, window << 32 | row)
                 if item is not None:
-                    return window << 32 | each, item
-            row = 0
+                    return window << 32 | row, item
+            first_row = 0
         raise UsageError(
             f"no row of {', '.join(part.rows.files[:2])} can be used",
             want="rows with something to train on that are not over the limit",
@@ -305,7 +308,7 @@ class Stream(Mixture[Item]):
 
     def keep(self, index: int, item: Item) -> None:
         """Keep an item for the next `items` with this index."""
-        self._made[index] = item
+        self._taken[index] = item
 
     def _usable(self, part: RowDataset[Item], place: int) -> Item | None:
         try:
@@ -347,22 +350,26 @@ class StreamLoader(Loader):
 
     @state.setter
     def state(self, state: State) -> None:
-        found = (0,) * (len(self._places) + 1) if state == 0 else state
-        if isinstance(found, int) or len(found) != len(self._places) + 1:
+        numbers = (0,) * (len(self._places) + 1) if state == 0 else state
+        if isinstance(numbers, int) or len(numbers) != len(self._places) + 1:
             raise unfit(state)
-        self.cursor, *places = map(int, found)
+        self.cursor, *places = map(int, numbers)
         self._places = tuple(places)
 
     def take(self, count: int) -> list[int]:
         """Return the next `count` indices, and read their samples."""
-        taken, places = [], list(self._places)
+        taken: list[int] = []
+        places = list(self._places)
         for cursor in range(self.cursor, self.cursor + count):
             number = int(self._pattern[cursor % PERIOD])
             place, item = self._stream.at(number, places[number], ahead=True)
-            taken.append(place * len(places) + number)
-            self._stream.keep(taken[-1], item)
+            index = place * len(places) + number
+            self._stream.keep(index, item)
+            taken.append(index)
             places[number] = place + 1
-        self.cursor, self._places = self.cursor + count, tuple(places)
+        # Only now, so that an error leaves the loader where it was.
+        self.cursor += count
+        self._places = tuple(places)
         return taken
 
 
@@ -394,17 +401,22 @@ def _lines(shard: StreamedFile, begin: int, data: bytes) -> Iterator[tuple[int, 
             want="one JSON object on every line",
             do="convert it to JSON Lines, or set data.streaming=0",
         )
-    first, end, rest = 0, begin + len(data), [data]
+    first = 0
+    end = begin + len(data)
+    pieces = [data]
+    # A line belongs to the window in which it begins, so the end of an earlier one is left out.
     if begin and shard.read(begin - 1, begin) != b"\n":
         first = data.find(b"\n") + 1 or len(data)
+    # The last line may go on behind the window.
     size = _TAIL
-    while first < len(data) and end < shard.size and not rest[-1].endswith(b"\n"):
+    while first < len(data) and end < shard.size and not pieces[-1].endswith(b"\n"):
         piece = shard.read(end, min(end + size, shard.size))
-        rest.append(piece[: piece.find(b"\n") + 1 or None])
-        end, size = end + len(piece), 2 * size
-    rest[0] = data[first:]
+        pieces.append(piece[: piece.find(b"\n") + 1 or None])
+        end += len(piece)
+        size *= 2
+    pieces[0] = data[first:]
     at = begin + first
-    for line in b"".join(rest).split(b"\n"):
+    for line in b"".join(pieces).split(b"\n"):
         if line.strip():
             yield at, line
         at += len(line) + 1
@@ -412,19 +424,22 @@ def _lines(shard: StreamedFile, begin: int, data: bytes) -> Iterator[tuple[int, 
 
 def _groups(shard: StreamedFile, begin: int, data: bytes) -> Iterator[tuple[int, Any]]:
     """Yield the rows of the row groups that begin in `data`, each with its number."""
-    do = "write it again, or correct its suffix"
     with (
-        refusing(f"{shard} cannot be read as Parquet", want="a complete Parquet file", do=do),
+        refusing(
+            f"{shard} cannot be read as Parquet",
+            want="a complete Parquet file",
+            do="write it again, or correct its suffix",
+        ),
         pyarrow.parquet.ParquetFile(_Bytes(shard, begin, data)) as file,
     ):
         number = 0
-        for index in range(file.num_row_groups):
-            group = file.metadata.row_group(index)
-            columns = [group.column(each) for each in range(group.num_columns)]
-            starts = [each.data_page_offset for each in columns]
-            starts += [each.dictionary_page_offset or each.data_page_offset for each in columns]
+        for group_index in range(file.num_row_groups):
+            group = file.metadata.row_group(group_index)
+            columns = [group.column(index) for index in range(group.num_columns)]
+            starts = [column.data_page_offset for column in columns]
+            starts += [column.dictionary_page_offset or starts[0] for column in columns]
             if begin <= min(starts, default=0) < begin + len(data):
-                table = file.read_row_group(index)
+                table = file.read_row_group(group_index)
                 yield from ((number + at, (table, at)) for at in range(len(table)))
             number += group.num_rows
 
@@ -437,11 +452,13 @@ class _Bytes(AbstractBufferedFile):  # type: ignore[misc]
         self._shard, self._begin, self._data = shard, begin, data
 
     def _fetch_range(self, start: int, end: int) -> bytes:
-        first, last, end = self._begin, self._begin + len(self._data), min(end, self._shard.size)
+        first = self._begin
+        last = self._begin + len(self._data)
+        end = min(end, self._shard.size)
         before = self._shard.read(start, min(end, first)) if start < first else b""
-        held = self._data[max(start - first, 0) : max(end - first, 0)]
+        within = self._data[max(start - first, 0) : max(end - first, 0)]
         after = self._shard.read(max(start, last), end) if end > last else b""
-        return before + held + after
+        return before + within + after
 
 
 def _remove_from_cache(name: str, kept: range) -> None:
