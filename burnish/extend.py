@@ -14,11 +14,12 @@ from types import FunctionType
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from burnish.errors import UsageError, few
-from burnish.functions import did_you_mean, load_function
+from burnish.functions import did_you_mean, fingerprint, load_function
 
 if TYPE_CHECKING:  # a table knows its protocol by name, so that nothing is loaded with it
     from burnish.engines.base import Engine
     from burnish.files.backends import RemoteDestination, RemoteSource
+    from burnish.method import Method
     from burnish.rollout.base import Generator
     from burnish.tracking.trackers import Tracker
 
@@ -79,6 +80,10 @@ class Table(Generic[T]):
             if lacking:
                 raise self._misfit(name, setting, lacking)
         return found
+
+    def fingerprint(self, name: str, setting: str) -> str:
+        """Return a digest of the file that defines a class of the user's; the name of a built-in one."""
+        return name if name in self.builtins else fingerprint(self.target(name, setting), setting)
 
     def require_complete(self, made: object, name: str, setting: str) -> None:
         """Raise `UsageError` if an object of the class that `name` names lacks attributes of the protocol."""
@@ -151,6 +156,9 @@ def _attributes(protocol: Any) -> list[str]:
 def _has(made: object, name: str) -> bool:
     return hasattr(type(made), name) or hasattr(made, name)
 
+
+METHODS: Table[type[Method]] = Table("method", "burnish.method:Method", {})
+"""What `burnish run` takes. `burnish.methods.table` adds the built-in ones, whose names occur only there."""
 
 ENGINES: Table[type[Engine]] = Table(
     "engine",

@@ -5,21 +5,25 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from support.ranks.fork_server import TESTS, with_given_path
 from support.runs.training_files import At, burnish, done, make_files, metrics, outcome, ranks
 from support.services import shelf
 
 from burnish.config.load import load_config
 from burnish.errors import UsageError
 from burnish.extend import DESTINATIONS, ENGINES, GENERATORS, SOURCES, TRACKERS, Table, _lacking
+from burnish.extend import METHODS as METHODS_OF_OTHERS
 from burnish.functions import load_function
 from burnish.methods.table import METHODS
 
 SHELF = Path(str(shelf.__file__))
+PACKAGE = TESTS / "support" / "example_package"
 TABLES: list[Table[Any]] = [ENGINES, GENERATORS, TRACKERS, SOURCES, DESTINATIONS]
 MINE = '''
 """Extensions of one's own."""
@@ -136,43 +140,34 @@ def test_every_built_in_is_there_and_does_what_its_protocol_says(table: Table[An
         assert lacking == [] or name == "openai"  # which has no model
 
 
-def install(folder: Path, name: str, groups: dict[str, dict[str, str]]) -> None:
-    """Make a distribution as pip leaves it in a folder of installed packages."""
-    info = folder / f"{name}-1.0.dist-info"
-    info.mkdir(parents=True)
-    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
-    lines = []
-    for group, points in groups.items():
-        lines += [f"[{group}]", *(f"{point} = {target}" for point, target in points.items())]
-    (info / "entry_points.txt").write_text("\n".join(lines) + "\n")
-
-
-EXAMPLE = {
-    "burnish.engines": {"noting": "example_extensions:Noting"},
-    "burnish.generators": {"around": "example_extensions:Around"},
-    "burnish.trackers": {"lines": "example_extensions:Lines", "half": "example_extensions:Deaf"},
-}
-
-
-@pytest.fixture
-def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder of installed packages with one that extends Burnish."""
-    folder = tmp_path / "site"
-    install(folder, "example-extensions", EXAMPLE)
-    (folder / "example_extensions.py").write_text(MINE)
-    monkeypatch.syspath_prepend(folder)
-    monkeypatch.delitem(sys.modules, "example_extensions", raising=False)
+@pytest.fixture(scope="module")
+def packages(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of installed packages: pip has installed one that extends Burnish."""
+    source, folder = tmp_path_factory.mktemp("source") / "package", tmp_path_factory.mktemp("site")
+    shutil.copytree(PACKAGE, source)
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps"]
+    pip += ["--no-build-isolation", "--target", str(folder), str(source)]
+    subprocess.run(pip, check=True)
     return folder
 
 
-def test_installed_packages_join_the_table(site: Path) -> None:
+@pytest.fixture
+def installed(packages: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.syspath_prepend(packages)
+    return packages
+
+
+def test_installed_packages_join_the_table(installed: Path) -> None:
     for table, name, kind in (
-        (ENGINES, "noting", "Noting"),
-        (GENERATORS, "around", "Around"),
+        (METHODS_OF_OTHERS, "prudent", "Prudent"),
+        (ENGINES, "noting", "NotingEngine"),
+        (GENERATORS, "around", "GeneratorAround"),
         (TRACKERS, "lines", "Lines"),
+        (SOURCES, "shelf", "Shelf"),
+        (DESTINATIONS, "shelf", "Shelf"),
     ):
         found: Any = table.load(name, "setting")
-        assert (found.__module__, found.__name__) == ("example_extensions", kind)
+        assert (found.__module__, found.__name__) == ("burnish_example", kind)
     with pytest.raises(UsageError) as caught:
         TRACKERS.load("half", "tracking.trackers")
     assert "log" in str(caught.value.have)
@@ -182,12 +177,41 @@ def test_installed_packages_join_the_table(site: Path) -> None:
     assert "lines" in str(caught.value.do)
 
 
-def test_a_name_of_two_packages_is_refused(site: Path) -> None:
-    install(site, "other", {"burnish.trackers": {"lines": "other:Lines"}})
+def test_a_name_of_two_packages_is_refused(
+    installed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    info = tmp_path / "other-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: other\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[burnish.trackers]\nlines = other:Lines\n")
+    monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(UsageError) as caught:
         TRACKERS.target("lines", "tracking.trackers")
     assert "other" in str(caught.value.have)
-    assert "example-extensions" in str(caught.value.have)
+    assert "burnish-example" in str(caught.value.have)
+
+
+@pytest.mark.nightly
+def test_runs_with_an_installed_package(root: Path, packages: Path) -> None:
+    """Its method, generator, tracker and source train, after a dry run; without the package they are refused."""
+    environ = {"PYTHONPATH": with_given_path(packages, TESTS.parent)}
+    (root / "shelves" / "box").mkdir(parents=True)
+    (root / "train.jsonl").rename(root / "shelves" / "box" / "train.jsonl")
+    names = ["rollout.engine=around", "tracking.trackers=[lines]"]
+    argv = ["rl", "rl.yaml", *SHORT, *names, "data.train=shelf://box/train.jsonl"]
+    code, said = burnish(root, *argv)
+    assert code == 2, said
+    assert "around" in said
+    assert burnish(root, *argv, "--dry-run", environ=environ)[0] == 0
+    run = done(root, *argv, environ=environ)
+    assert [json.loads(line)[0] for line in (run / "lines.jsonl").read_text().splitlines()] == [
+        *(1, 2, 3)
+    ]
+    assert "generate" in (root / "notes.txt").read_text()
+    tuned = ["run", "prudent", "sft.yaml", *SHORT, "data.train=shelf://box/train.jsonl"]
+    run = done(root, *tuned, "engine.kind=noting", "name=tuned", environ=environ)
+    assert [row["step"] for row in metrics(run)] == [1, 2, 3]
+    assert {"loss", "step"} < set((root / "notes.txt").read_text().split())
 
 
 def test_built_in_names_and_ones_own_files_ask_no_package(monkeypatch: pytest.MonkeyPatch) -> None:

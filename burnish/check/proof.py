@@ -18,7 +18,6 @@ from burnish.distributed.collectives import gather_objects
 from burnish.distributed.layout import Layout
 from burnish.engines.base import Engine
 from burnish.extend import ENGINES
-from burnish.functions import fingerprint
 from burnish.rollout.base import Sampling
 
 GREEDY = Sampling(8, temperature=0.0)
@@ -93,9 +92,7 @@ def prove_layout(
     layout = engine.layout
     own = config.model_copy(update=PLAIN).model_dump(mode="json")
     covered = [own, layout.world, lora and lora.model_dump(mode="json")]
-    if config.kind not in ENGINES.builtins:
-        code = ENGINES.target(config.kind, "engine.kind")
-        covered.append(fingerprint(code, "engine.kind"))
+    covered.append(ENGINES.fingerprint(config.kind, "engine.kind"))
     place = proof_place(hf_config, device, covered)
     if all(gather_objects(place.is_file(), layout)):
         return

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
+from burnish import extend
 from burnish.config.schema import RunConfig
 from burnish.errors import UsageError, refusing
-from burnish.functions import load_function
 from burnish.method import Method
 from burnish.methods.evaluation import Evaluation
 from burnish.methods.rl import RL
@@ -17,10 +18,11 @@ METHODS: Mapping[str, Method] = {method.name: method for method in (SFT(), RL(),
 
 
 def load_method(name: str) -> Method:
-    """Return the method that `name` names: a built-in one, or `file.py:Class`. Raises `UsageError`."""
+    """Return the method that `name` names: a built-in one, an entry point's, or `file.py:Class`. Raises `UsageError`."""
     if name in METHODS:
         return METHODS[name]
-    made = load_function(name, "METHOD", {each: type(method) for each, method in METHODS.items()})
+    homes = {each: f"{type(m).__module__}:{type(m).__name__}" for each, m in METHODS.items()}
+    made = replace(extend.METHODS, builtins=homes).load(name, "METHOD")
     if not (isinstance(made, type) and issubclass(made, Method)):
         raise UsageError(
             f"{name} is not a method",

@@ -20,6 +20,7 @@ from burnish.config.schema import AlgorithmConfig, RewardFunctionConfig
 from burnish.data.tasks import ItemSequence
 from burnish.engines.base import Engine, Part
 from burnish.errors import BurnishError, IncompatibleError, table
+from burnish.extend import METHODS
 from burnish.files.safetensors import model_digest
 from burnish.files.strict_json import clipped, shortened
 from burnish.functions import fingerprint
@@ -127,7 +128,7 @@ class Fingerprints:
         rules = [_rules(tokenizer), tokenizer.chat_template]
         formula = "" if algorithm is None else _formula_digest(algorithm)
         if method:
-            formula = _digest([formula, fingerprint(method, "METHOD")])
+            formula = _digest([formula, METHODS.fingerprint(method, "METHOD")])
         digests = _digest(vocabulary), _digest(rules), len(data), data.digest
         scores = [fingerprint(each.function, "reward.functions", BUILTINS) for each in rewards]
         return cls(*digests, formula, _weights_digest(model), _digest(scores))
