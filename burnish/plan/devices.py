@@ -195,7 +195,8 @@ class Clock:
 
     def operations(self, engine: EngineConfig) -> dict[str, float]:
         """Return floating-point operations by phase."""
-        work, forward = self.work, self._mine(engine) * self._sequence
+        work = self.work
+        forward = self._mine(engine) * self._sequence
         found = dict[str, float]()
         if work.slots:
             found["rollout"] = self._generated() + self._mine(engine) * self._judged
@@ -272,7 +273,8 @@ class Clock:
 
     def _by_torch(self, engine: EngineConfig, microbatches: int, critic: bool) -> float:
         """Return an epoch's seconds: FSDP gathers weights and reduces gradients per micro-batch."""
-        updates, counts = self.work.updates, self._counts(engine, critic)
+        updates = self.work.updates
+        counts = self._counts(engine, critic)
         passes = self._passes(engine, critic=critic)
         elements = self.model.elements / engine.tensor_parallel
         shards = shards_of(engine, self.devices.count)
@@ -289,7 +291,8 @@ class Clock:
 
     def _by_megatron(self, engine: EngineConfig, microbatches: int, critic: bool) -> float:
         """Return an epoch's seconds: weights move once a step; stages wait at its ends."""
-        passes, stages = self._passes(engine, critic=critic), engine.pipeline_parallel
+        passes = self._passes(engine, critic=critic)
+        stages = engine.pipeline_parallel
         idle = (stages - 1) / (engine.virtual_stages * microbatches)
         arithmetic = passes * self._mine(engine) * self._sequence / self._speed * (1 + idle)
         elements = self.model.elements / (engine.tensor_parallel * stages)
@@ -323,7 +326,9 @@ class Clock:
 
     def _rollout(self, engine: EngineConfig, slots: int) -> float:
         """Return the seconds to read the prompts, then weights and cache per token."""
-        work, model, flops = self.work, self.model, self.model.flops.per_token
+        work = self.work
+        model = self.model
+        flops = model.flops.per_token
         mine = -(-work.sequences // self.devices.count)
         slots = min(slots, mine)
         cache = 2 * product_bytes(engine) * model.shape.key * model.shape.depth

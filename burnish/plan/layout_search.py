@@ -82,7 +82,8 @@ class Plan:
 
     def overrides(self) -> list[str]:
         """Return the layout's settings, as the command line takes them."""
-        engine, kind = self.engine, self.engine.kind
+        engine = self.engine
+        kind = engine.kind
         found = [f"engine.{n}={v}" for n in _DEGREES[kind] if (v := getattr(engine, n)) is not None]
         if kind == "torch":
             found.append(
@@ -138,14 +139,16 @@ class Planner:
         self.work = replace(work, saves_in_background=config.checkpoint.background)
         """The sequences of a step."""
         self._judges = [PlannedModel(judge, scores_values=True) for judge in judges]
-        self._config, self._method = config, method
+        self._config = config
+        self._method = method
         self.devices = devices
         """What the run is planned for."""
         self._clock = Clock(self.model, self.work, devices, self._judges)
 
     def as_configured(self) -> tuple[Plan | None, BurnishError | None]:
         """Return the present settings' plan, and why it cannot run or does not fit."""
-        config, engine = self._config, self._config.engine
+        config = self._config
+        engine = config.engine
         try:
             world = self.devices.count
             problems = [*layout_problems(config, world)]
@@ -202,9 +205,13 @@ class Planner:
             yield from indivisible(shape, settings)
 
     def _divides(self, engine: EngineConfig) -> bool:
-        config, shape, count = self._config, self.model.shape, self.devices.count
-        stages, virtual = engine.pipeline_parallel, engine.virtual_stages
-        tensor, within = engine.tensor_parallel, engine.expert_tensor_parallel
+        config = self._config
+        shape = self.model.shape
+        count = self.devices.count
+        stages = engine.pipeline_parallel
+        virtual = engine.virtual_stages
+        tensor = engine.tensor_parallel
+        within = engine.expert_tensor_parallel
         longest = config.longest_completed if self.work.slots else config.data.max_length or 0
         return (
             tensor * engine.sequence_parallel <= PER_MACHINE
@@ -220,8 +227,10 @@ class Planner:
         )
 
     def _layouts(self) -> Iterator[EngineConfig]:
-        engine, experts = self._config.engine, self.model.shape.experts
-        every, within = divisors(self.devices.count), divisors(PER_MACHINE)
+        engine = self._config.engine
+        experts = self.model.shape.experts
+        every = divisors(self.devices.count)
+        within = divisors(PER_MACHINE)
         values: dict[str, Sequence[object]] = {"tensor_parallel": within}
         values |= {"sequence_parallel": within}
         if engine.kind == "torch":

@@ -41,7 +41,8 @@ _CPU_LOGITS = 2 * _MIB
 _MERGED = 1 << 20
 _PREFILL_TOKENS = 8192
 # Bytes of a checkpoint's block, and of the blocks assembled at one time.
-_BLOCK, _GROUP = 4 * _MIB, 16 * _MIB
+_BLOCK = 4 * _MIB
+_GROUP = 16 * _MIB
 # Bytes of an element in a step's files: weight, residual, two moments.
 _SAVED = (2, 2, 4, 4)
 
@@ -60,12 +61,18 @@ class Needs:
         judges: Sequence[PlannedModel] = (),
     ) -> None:
         """Take the trained model and those of `reward.models`."""
-        self._model, self._work, self._devices = model, work, devices
-        self._engine, self._optim = engine, optim
-        self._tensor, self._shards = engine.tensor_parallel, shards_of(engine, devices.count)
-        self._world, self._cpu = devices.count, devices.cpu
+        self._model = model
+        self._work = work
+        self._devices = devices
+        self._engine = engine
+        self._optim = optim
+        self._tensor = engine.tensor_parallel
+        self._shards = shards_of(engine, devices.count)
+        self._world = devices.count
+        self._cpu = devices.cpu
         self._width = product_bytes(engine)
-        budget, ranks = work.budget, engine.replicas * self._shards
+        budget = work.budget
+        ranks = engine.replicas * self._shards
         longest = -(-work.length // engine.sequence_parallel)
         self._tokens = min(budget, max(longest, -(-work.tokens // (work.updates * ranks))))
         self.microbatches = max(1, -(-work.tokens // (budget * ranks * work.updates)))
@@ -260,7 +267,8 @@ class Needs:
     @cached_property
     def slots(self) -> int:
         """Sequences generated at once."""
-        slots, work = self._work.slots, self._work
+        work = self._work
+        slots = work.slots
         room = self._devices.usable - total_of(self._while_generating)
         while work.fits_slots and slots > 1 and total_of(self._generating(slots)) > room:
             slots //= 2
@@ -273,7 +281,8 @@ class Needs:
                 yield parts | {"gathered": max(0.0, parts["gathered"] - judge._left_gathered)}
 
     def _generating(self, slots: int) -> Parts:
-        model, work = self._model, self._work
+        model = self._model
+        work = self._work
         mine = -(-work.sequences // self._world)
         slots = min(slots, mine)
         token = 2.0 * self._width * model.shape.key * model.shape.depth
@@ -304,7 +313,8 @@ class Needs:
             yield {"gathered": float(self._width * coming), "activations": state}
 
     def _publishing(self) -> Parts:
-        model, others = self._model, 1 - 1 / (self._shards * self._tensor)
+        model = self._model
+        others = 1 - 1 / (self._shards * self._tensor)
         if model.published_adapter:
             return _sent(self._width * model.published_adapter * others)
         parts = _sent(self._width * model.elements * others)
@@ -352,7 +362,8 @@ class Needs:
     @cached_property
     def _logits(self) -> tuple[float, float]:
         """Bytes of a chunk of logits in both passes."""
-        shape, engine = self._model.shape, self._engine
+        shape = self._model.shape
+        engine = self._engine
         words = self._model.outputs / engine.tensor_parallel
         rows = engine.logprob_rows(shape.vocabulary)
         chunk = min(rows, self._scored) * words
@@ -383,14 +394,18 @@ class Needs:
                 yield parts | {"gathered": parts["gathered"] + left}
 
     def _update(self, checkpointing: str) -> Iterator[Parts]:
-        kept, shards, root = self._kept(checkpointing), self._shards, self._root
-        offloads, trained = self._engine.activation_offload, self._held(self._model.trained)
+        kept = self._kept(checkpointing)
+        shards = self._shards
+        root = self._root
+        offloads = self._engine.activation_offload
+        trained = self._held(self._model.trained)
         reduces = self._engine.reduce_each_microbatch or shards == 1
         # fp32 gradients of earlier micro-batches, which are unsharded until they are reduced.
         earlier = FP32 * self._trained * (1 if reduces else shards) * (self.microbatches > 1)
         largest = max(trained.values())
         reduced = 0.0 if earlier else FP32 * (self._sum(trained) - largest)
-        layer, depth = max(self._layers.values()), self._model.shape.depth
+        layer = max(self._layers.values())
+        depth = self._model.shape.depth
         between = layer if self._regathers else self._sum(self._layers)
         if shards > 1:
             yield self._moment(self._coming, gradients=earlier)
@@ -405,7 +420,8 @@ class Needs:
             mlp = self._width * held((w for w in weights if w.is_mlp), 1, self._tensor)
             every = self._width * held(weights, 1, self._tensor)
             for peak, made in ((each.mlp_backward, mlp), (each.attention_backward, every)):
-                inner, own = self._tokens * peak, earlier + made + self._head_gradient
+                inner = self._tokens * peak
+                own = earlier + made + self._head_gradient
                 yield self._moment(root + self._running, activations=others + inner, gradients=own)
                 gathered = root + (2 if self._regathers else 1) * layer
                 own += reduced + FP32 * largest * shards
@@ -418,7 +434,8 @@ class Needs:
 
     def _reducing(self, layers: float, others: float, largest: float) -> Iterator[Parts]:
         """Yield the moments at the backward pass's end: FSDP2 reduces the last gradients in fp32."""
-        shards, root = self._shards, 0.0 if self._model.lora else self._root
+        shards = self._shards
+        root = 0.0 if self._model.lora else self._root
         # A lone process makes a third copy by dividing.
         copies = 3.0 if shards == 1 else 1 + self._cpu + 1 / shards
         own = FP32 * largest * shards * copies
@@ -430,14 +447,16 @@ class Needs:
 
     @cached_property
     def _stepping(self) -> Parts:
-        optim, parts = self._optim, Parts()
+        optim = self._optim
+        parts = Parts()
         is_muon = optim.kind == "muon"
         slots = 2 * FP32 * (self._stepped - (self._matrices if is_muon else 0))
         if self._engine.optimizer_offload or optim.moments == "bf16":
             parts["optimizer step"] = min(slots, max(_OPTIMIZER_WAVE, 2 * FP32 * self._widest))
         if is_muon and not self._model.lora:
             # Updates in bf16, the whole matrices that this process orthogonalizes, and tensors in transfer.
-            world, whole = self._world, self._model.matrices
+            world = self._world
+            whole = self._model.matrices
             passing = _BF16 * self._matrices if world > 1 else 0
             parts["muon"] = _BF16 * (self._matrices + whole / world) + 2 * min(_MUON_WAVE, passing)
         return parts

@@ -73,7 +73,8 @@ class Weight:
 
     def factors(self, rank: int) -> tuple[Weight, Weight]:
         """Return A and B of a LoRA of this `rank`. Tensor parallelism divides one."""
-        inner, by_columns = rank * (self.experts or 1), self.linear.endswith(_CUT_BY_COLUMNS)
+        inner = rank * (self.experts or 1)
+        by_columns = self.linear.endswith(_CUT_BY_COLUMNS)
         rows = self.elements // ((self.experts or 1) * self.width)
         a = Weight(inner, self.width, self.linear, self.shared and by_columns)
         return a, Weight(rows, inner, self.linear, self.shared and not by_columns)
@@ -252,7 +253,8 @@ def _hidden(model: PlannedModel, engine: EngineConfig, width: int) -> float:
 
 def _heads(shape: ModelShape, engine: EngineConfig, width: int) -> tuple[float, float]:
     """Return a token's bytes of queries and of keys on a rank; ranks repeat key heads if there are too few."""
-    tensor, sequence = engine.tensor_parallel, engine.sequence_parallel
+    tensor = engine.tensor_parallel
+    sequence = engine.sequence_parallel
     key = shape.key * width * max(1 / tensor, sequence / shape.key_heads)
     return shape.query * width / tensor, key
 
@@ -260,12 +262,16 @@ def _heads(shape: ModelShape, engine: EngineConfig, width: int) -> tuple[float, 
 def _of_torch(
     model: PlannedModel, layer: LayerShape, engine: EngineConfig, width: int, cpu: bool
 ) -> tuple[_Block, _Block]:
-    family, trains, exact = model.shape.family, model.trains, FP32 / width
-    tensor, part = engine.tensor_parallel, _hidden(model, engine, width)
+    family = model.shape.family
+    trains = model.trains
+    exact = FP32 / width
+    tensor = engine.tensor_parallel
+    part = _hidden(model, engine, width)
     whole = part * tensor
     query, key = _heads(model.shape, engine, width)
     rank = (model.lora.rank if model.lora else 0) * width
-    heads, copies = query + 2 * key, cpu or engine.sequence_parallel > 1
+    heads = query + 2 * key
+    copies = cpu or engine.sequence_parallel > 1
     fused = family.has_llama_layers
     # A fused norm keeps its input; transformers' keeps fp32 copies, for its weight's gradient too.
     normed = 1.0 if fused else exact * (2 if model.lora is None else 1)
@@ -306,7 +312,8 @@ def _of_torch(
             backward=max(2 * inner, norm_work),
         )
         return attention, mlp
-    gate_up, down = "experts.gate_up_proj", "experts.down_proj"
+    gate_up = "experts.gate_up_proj"
+    down = "experts.down_proj"
     sent = layer.experts_per_token * whole
     inner = layer.experts_per_token * layer.intermediate * width / tensor
     rank *= layer.experts_per_token

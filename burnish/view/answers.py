@@ -37,10 +37,18 @@ Answer = dict[str, Any]
 _VALIDATIONS = ("val/reward", "val/loss")
 _SHOWN = ("reward/mean", "train/loss", *_VALIDATIONS)
 _TIMING = "timing_s/"
-# Least seconds between two searches for runs, bytes of a run's metrics that a list reads, and runs whose metrics are cached.
-_WALK_SECONDS, _TAIL_BYTES, _CURVES_HELD = 2.0, 1 << 19, 64
+# Least seconds between two searches for runs.
+_WALK_SECONDS = 2.0
+# Bytes of a run's metrics that a list reads, from their end.
+_TAIL_BYTES = 1 << 19
+# Runs whose metrics are cached.
+_CURVES_KEPT = 64
 _LISTED = ("step", "prompt_index", "sample", "reward", "length", "stop_reason", "source")
-_PREVIEW, _TEXT_BYTES, _FILE_BYTES = 300, 4 << 20, 64 << 20
+# Characters of a text in a list.
+_PREVIEW = 300
+# Most bytes of a text that is shown, and of another file that is read.
+_TEXT_BYTES = 4 << 20
+_FILE_BYTES = 64 << 20
 _PROFILE = re.compile(r"step-\d+\.rank-(\d{1,6})\.json\.gz")
 _LOG = re.compile(r"rank-(\d{1,6})\.log(?:\.(\d{1,3}))?")
 
@@ -81,10 +89,11 @@ class Answers:
     """Answers about runs at and below `root`, a copy of `url` if given. Threads may share it."""
 
     def __init__(self, root: Path, url: str | None = None) -> None:
-        self.root, self._url = root.resolve(), url
+        self.root = root.resolve()
+        self._url = url
         self._name = url or str(root)
         self._lock = threading.Lock()
-        self._curves = lru_cache(_CURVES_HELD)(Curves)
+        self._curves = lru_cache(_CURVES_KEPT)(Curves)
         self._tails = lru_cache(None)(partial(Curves, last_bytes=_TAIL_BYTES))
         self._indices: dict[Path, RolloutIndex] = {}
         self._found: tuple[float, list[Path]] = (-math.inf, [])
@@ -99,7 +108,8 @@ class Answers:
         return {"root": self._name, "runs": [*map(self._listed, reversed(self._paths()))]}
 
     def _listed(self, path: Path) -> Answer:
-        name, run = self._id(path), RunDirectory(path)
+        name = self._id(path)
+        run = RunDirectory(path)
         found: Answer = dict.fromkeys(("of", "model", "reward", "loss", "validation", "error"))
         found |= {"run": name, "name": name or path.name, "state": "ended", "step": 0, "updated": 0}
         try:
@@ -131,7 +141,8 @@ class Answers:
         found: Answer = {}
         for run, directory in self._named(query).items():
             curves = self._read(directory)
-            known, problem = curves.by_name, curves.problem and curves.problem.problem
+            known = curves.by_name
+            problem = curves.problem and curves.problem.problem
             about = {"names": list(known), "last_step": curves.last_step, "problem": problem}
             shown = {name: known[name].points(*span) for name in names if name in known}
             found[run] = shown if names else about
@@ -162,7 +173,8 @@ class Answers:
     def rollout(self, query: Query) -> Answer:
         """Return a whole rollout, with the spans of its trace if it has one."""
         run = self._one(query)
-        row, kind = self._index(run).row(query.id), cast(Kind, query.id.split("-")[0])
+        row = self._index(run).row(query.id)
+        kind = cast(Kind, query.id.split("-")[0])
         path = self._within(rollouts_path(run.traces, row["step"], kind))
         trace: Answer | None = None
         try:
@@ -181,7 +193,8 @@ class Answers:
 
     def timeline(self, query: Query) -> Answer:
         """Return a step's phases: each rank's, if it was profiled, else one after another, from the seconds of each."""
-        run, step = self._one(query), query.step or 0
+        run = self._one(query)
+        step = query.step or 0
         curves = dict(self._read(run).by_name)  # another thread may find more meanwhile
         total = curves.pop(f"{_TIMING}step", None)
         ranks = self._profiled(run.profiles, step) or {0: _one_after_another(curves, step)}
@@ -212,7 +225,8 @@ class Answers:
         if self._url is None:
             steps, problem = listed_steps(self._within(run.checkpoints), LOCAL)
         elif self._url.startswith("hf://"):
-            steps, problem = [], None
+            steps = []
+            problem = None
         else:
             url = Url.parse(self._url).below(self._id(run.root)).below(run.checkpoints.name)
             steps, problem = listed_steps(RemotePath.of(url), RemoteSteps(Remote(url)))
@@ -296,11 +310,13 @@ class Answers:
     def _within(self, path: Path) -> Path:
         """Return `path`. Raises `UsageError` for a pipe or device, or if a link leads out of `root`."""
         if path.exists() and not (path.is_file() or path.is_dir()):
-            have, do = "a pipe or a device", "move it out of the run's directory"
+            have = "a pipe or a device"
+            do = "move it out of the run's directory"
             raise UsageError(f"{path} is no file", have=have, do=do)
         target = Path(os.path.realpath(path))
         if not target.is_relative_to(self.root):
-            problem, do = f"{path} leads out of {self.root}", "view a directory that holds both"
+            problem = f"{path} leads out of {self.root}"
+            do = "view a directory that holds both"
             raise UsageError(problem, have=f"a link to {target}", do=do)
         return path
 
@@ -329,7 +345,8 @@ def _phase(name: str, start: float, seconds: float) -> Answer:
 
 def _one_after_another(curves: Mapping[str, Curve], step: int) -> list[Answer]:
     """Return a step's phases one after another, by their seconds; inner phases begin with the outer one."""
-    found, ends = [], dict[str, float]()
+    found = []
+    ends = dict[str, float]()
     for name in sorted(curves, key=lambda name: name.count("/")):
         seconds = curves[name].at(step) if name.startswith(_TIMING) else None
         if seconds is not None:
@@ -337,5 +354,6 @@ def _one_after_another(curves: Mapping[str, Curve], step: int) -> list[Answer]:
             parent = phase.rpartition("/")[0]
             start = ends.get(parent, 0.0)
             found.append(_phase(phase, start, seconds))
-            ends[parent], ends[phase] = start + seconds, start
+            ends[parent] = start + seconds
+            ends[phase] = start
     return found

@@ -41,7 +41,8 @@ def find_runs(root: Path) -> list[Path]:
 
 def describe(run: RunDirectory, curves: Curves, *, is_copy: bool = False) -> dict[str, Any]:
     """Describe a run, whose metrics are `curves`. A copy cannot show whether the run is running. Raises `CorruptError`."""
-    status, environment = run.read_status(), run.read_environment()
+    status = run.read_status()
+    environment = run.read_environment()
     if curves.problem is not None:
         raise curves.problem
     state = status.get(STATE, "ended")
