@@ -10,8 +10,7 @@ import pytest
 from support.checkpoints.states import committed
 from support.models.tiny import save_base, save_classifier
 from support.runs.same_runs import assert_same
-from support.runs.served import IN_FLIGHT, STILL, drawn, written
-from support.runs.servers import Servers
+from support.runs.served import IN_FLIGHT, STILL, Servers, drawn, written
 from support.runs.training_files import RL, Command, done, metrics, outcome, ranks, rollouts
 
 from burnish.checkpoint.manifest import AHEAD

@@ -16,7 +16,7 @@ import pytest
 import torch
 from support.checkpoints.states import committed
 from support.models.tiny import save_base
-from support.runs.servers import Servers
+from support.runs.served import Servers
 from support.runs.training_files import FRESH, RL, burnish, done, rollouts
 
 from burnish.config.schema import RunConfig

@@ -13,8 +13,7 @@ import pytest
 from support.checkpoints.states import committed
 from support.models.tiny import save_base
 from support.ranks.fork_server import ANEW
-from support.runs.served import IN_FLIGHT, STILL, beside, drawn, written
-from support.runs.servers import Servers
+from support.runs.served import IN_FLIGHT, STILL, Servers, beside, drawn, written
 from support.runs.training_files import FRESH, RL, Command, burnish, done, metrics, rollouts
 
 pytest.importorskip("vllm", exc_type=ImportError)

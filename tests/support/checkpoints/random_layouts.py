@@ -1,4 +1,4 @@
-"""Layouts cut at random, and the tables that ranks would tell of them."""
+"""For tests of plans and transfers: layouts cut at random, and the tables that ranks would tell of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Small states to save and load, cut by rows over any number of ranks."""
+"""For tests of saving and loading: small states, cut by rows over any number of ranks."""
 
 from __future__ import annotations
 

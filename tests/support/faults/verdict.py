@@ -1,4 +1,4 @@
-"""What has to hold after a crash, whatever crashed: nothing that was acknowledged is lost, nothing half written is loaded."""
+"""For tests of crashes: what has to hold after each. No acknowledged step is lost, and nothing half written is loaded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Adapters whose every number matters, for the engine and for PEFT on plain transformers."""
+"""For tests of LoRA: adapters whose every number matters, for the engine and for PEFT on plain transformers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Engines with the settings of `contracts.engine`, their weights loaded."""
+"""For the contract of engines: engines with its settings and loaded weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Engines with planted faults, as `burnish check` has to find them."""
+"""For tests of `burnish check`: engines with planted faults, which it has to find."""
 
 from __future__ import annotations
 

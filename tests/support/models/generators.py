@@ -1,4 +1,4 @@
-"""Built-in generators, and how far what they say of their completions is from what an engine says."""
+"""For the contract of generators: built-in ones, and how far their log-probs are from an engine's."""
 
 from __future__ import annotations
 

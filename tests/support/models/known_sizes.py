@@ -1,4 +1,4 @@
-"""Settings of models whose sizes everybody knows, for what only counts."""
+"""For tests that only count: settings of models whose sizes everybody knows."""
 
 QWEN3_8B = {
     "model_type": "qwen3",

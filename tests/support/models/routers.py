@@ -1,4 +1,4 @@
-"""Routers written by hand, and transformers' own load-balancing loss: what `burnish.models.routing` is compared with."""
+"""For tests of mixtures: routers written by hand, and transformers' own load-balancing loss."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The devices that a test's body runs on: the CPU, which proves the test itself by night, and one GPU where there is one."""
+"""For `tests/gpu`: the CPU, which proves a test itself by night, and one GPU where there is one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A launcher whose ranks are forked from a process that has imported everything, and die or find no room as a test says."""
+"""For tests of the supervisor: a launcher that forks its ranks, which die or find no room as a test says."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ports for servers that open them later."""
+"""For servers that open their port later: ports that nobody else takes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What this rank sends to others and receives from them, counted where torch dispatches the collectives that it starts."""
+"""For tests of what is sent: bytes that this rank sends and receives, counted where torch dispatches collectives."""
 
 from __future__ import annotations
 

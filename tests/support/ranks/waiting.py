@@ -1,4 +1,4 @@
-"""Waiting for what other processes do."""
+"""For tests that watch processes which they did not start: wait until something holds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A user's advantage function, which reads the KL penalty of every token of the step."""
+"""For runs with an advantage function of the user: one that reads the KL penalty of every token of the step."""
 
 from __future__ import annotations
 

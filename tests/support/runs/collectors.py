@@ -1,4 +1,4 @@
-"""What stands for a collector where batches are made up."""
+"""For tests of batches that are made up: what stands for the collector of their rollouts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a process forked for a `burnish` command does: be the command."""
+"""For `training_files.Command`: what the forked process does, which is to be the command."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rollout files as somebody else may have written them."""
+"""For tests of the viewer: rollout files as somebody else may have written them."""
 
 from __future__ import annotations
 

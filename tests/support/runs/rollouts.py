@@ -1,4 +1,4 @@
-"""Rollouts for the tests of what is written and shown of them."""
+"""For tests of what is written and shown: rollouts without a run."""
 
 from __future__ import annotations
 

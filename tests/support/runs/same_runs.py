@@ -1,4 +1,4 @@
-"""Whether two training runs learned the same, whatever they ran on."""
+"""For runs on two layouts or engines: whether both learned the same."""
 
 from __future__ import annotations
 

@@ -1,8 +1,10 @@
-"""Runs whose completions come from other processes."""
+"""For runs whose completions come from other processes: their settings, and `burnish serve` beside a run."""
 
 from __future__ import annotations
 
 import json
+import signal
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -60,3 +62,21 @@ def beside(rank: Command) -> list[int]:
             if is_one and state_of(int(each.name))[1] == str(rank.pid):
                 found.append(int(each.name))
     return found
+
+
+class Servers:
+    """Processes of `burnish serve` for one run."""
+
+    def __init__(
+        self, work: Path, config: str, count: int, environ: Mapping[str, str] | None = None
+    ) -> None:
+        argv = ["serve", config, "--port", "0"]
+        self.commands = [Command(work, argv, environ) for _ in range(count)]
+
+    def __enter__(self) -> Servers:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for command in self.commands:
+            command.send(signal.SIGTERM)
+            command.wait()
