@@ -65,9 +65,9 @@ from burnish.distributed.device import (
     reset_peak_memory,
     used_memory,
 )
-from burnish.distributed.environment import RankPlace
 from burnish.distributed.layout import Layout
 from burnish.distributed.processes import group_sizes
+from burnish.distributed.rank_place import RankPlace
 from burnish.distributed.stall import StallLimits
 from burnish.methods.parts.policy_update import PolicyUpdate
 from burnish.methods.parts.rollouts import GroupSampler, RolloutQueue, merged_shares
@@ -76,7 +76,7 @@ from burnish.records import Completion, Example, Prompt, Rollout
 from burnish.records.rollout_table import RolloutTable
 from burnish.rewards.overview import RewardFailures
 from burnish.runs.stragglers import Stragglers
-from burnish.tracking.trackers import wanted_rollouts
+from burnish.tracking.observers import wanted_rollouts
 
 T = TypeVar("T")
 

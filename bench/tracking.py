@@ -38,8 +38,9 @@ from burnish.api import run_method
 from burnish.config.load import load_settings
 from burnish.config.schema import TrackingConfig
 from burnish.methods.table import METHODS
+from burnish.tracking.observers import Observers
 from burnish.tracking.rundir import RunDirectory
-from burnish.tracking.trackers import BackgroundTracker, Observers
+from burnish.tracking.trackers import BackgroundTracker
 
 DEMO = Path(__file__).parents[1] / "examples" / "demo"
 STEPS, GOAL = 10, 0.99

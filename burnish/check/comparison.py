@@ -24,14 +24,9 @@ from burnish.distributed.layout import Layout
 from burnish.engines.base import Engine, LossFn, Part, compute_dtype
 from burnish.engines.torch.parallelize import keep_activations
 from burnish.errors import BurnishError
+from burnish.models.heads import has_value_head
 from burnish.models.lora.adapter import Adapter
-from burnish.models.meta_init import (
-    build_on_meta,
-    count_flops,
-    has_value_head,
-    materialize,
-    plain_model,
-)
+from burnish.models.meta_init import build_on_meta, count_flops, materialize, plain_model
 from burnish.models.names import Region, is_matrix, model_shards, regions
 from burnish.models.scorer import Scorer, ScoringPlan
 from burnish.records import Batch, Example, MicroBatch, TokenOutputs

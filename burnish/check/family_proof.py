@@ -43,12 +43,12 @@ from burnish.check.generation import (
 )
 from burnish.check.plain_model import Difference, difference
 from burnish.check.precision import of_rounding, require_attention
-from burnish.check.proof import GREEDY, PLAIN
+from burnish.check.proof_key import GREEDY, PLAIN
 from burnish.check.small_model import shrink_model
 from burnish.config.schema import EngineConfig, LoraConfig
-from burnish.distributed.environment import RankPlace
 from burnish.distributed.layout import Layout
 from burnish.distributed.processes import process_group
+from burnish.distributed.rank_place import RankPlace
 from burnish.engines.base import Engine, Part
 from burnish.engines.factory import make_engine
 from burnish.errors import IncompatibleError, UsageError, refusing

@@ -26,7 +26,8 @@ from burnish.engines.base import Engine, Part
 from burnish.errors import IncompatibleError
 from burnish.files.strict_json import parse_object
 from burnish.models.flops import ModelFlops
-from burnish.models.meta_init import has_own_code, has_value_head, longest_sequence
+from burnish.models.heads import has_value_head
+from burnish.models.meta_init import has_own_code, longest_sequence
 from burnish.models.names import model_shards
 from burnish.records import Example
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from burnish.models.meta_init import has_value_head
+from burnish.models.heads import has_value_head
 from burnish.records import Example, TokenOutputs
 
 

@@ -6,37 +6,18 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import replace
 from time import perf_counter
 
 import torch
 from transformers import PretrainedConfig
 
-from burnish.check.proof_key import keep_proof, proof_place
+from burnish.check.proof_key import PLAIN, keep_proof, proof_place, samplings_of
 from burnish.config.schema import EngineConfig, LoraConfig
 from burnish.distributed.collectives import gather_objects
 from burnish.distributed.layout import Layout
 from burnish.engines.base import Engine
 from burnish.extend import ENGINES
 from burnish.rollout.base import Sampling
-
-GREEDY = Sampling(8, temperature=0.0)
-SAMPLED = Sampling(20, temperature=0.8, top_k=24, top_p=0.9, min_p=0.05)
-"""Every filter drops some of 64 tokens."""
-# Lower ones magnify rounding.
-_LEAST_TEMPERATURE = 0.2
-PLAIN = {
-    "precision": "fp32",
-    "max_grad_norm": 1e30,
-    "compile": False,
-    "optimizer_offload": False,
-    "activation_offload": False,
-    "offload_during_rollout": False,
-    "router_aux_loss": 0.0,
-    "logprob_chunk": None,
-}
-"""Settings of the engine that a proof overrides."""
-
 
 _log = logging.getLogger("burnish")
 
@@ -60,7 +41,7 @@ def prove(
     kept = engine.activation_checkpointing if engine and engine.kind == "torch" else "none"
     precision = engine.precision if engine else "fp32"
     adapter = lora and lora.model_dump(mode="json")
-    samplings = _samplings(sampling) if generates and lora is None else []
+    samplings = samplings_of(sampling) if generates and lora is None else []
     covered = [generates, adapter, kept, precision, [repr(each) for each in samplings]]
     place = proof_place(hf_config, device, covered)
     if place.is_file():
@@ -105,19 +86,3 @@ def prove_layout(
         said = "checked: %d processes are the same as one, to %.0e, in %.1f s"
         _log.info(said, layout.world, worst, seconds)
     keep_proof(place, layout)
-
-
-def _samplings(of_run: Sampling | None) -> list[Sampling]:
-    """Return greedy sampling, one with every filter, and the run's own."""
-    found = [GREEDY, SAMPLED]
-    if of_run is not None and of_run.temperature > 0:
-        found.append(
-            replace(
-                SAMPLED,
-                temperature=max(of_run.temperature, _LEAST_TEMPERATURE),
-                top_k=of_run.top_k,
-                top_p=of_run.top_p,
-                min_p=of_run.min_p,
-            )
-        )
-    return list(dict.fromkeys(found))

@@ -13,6 +13,7 @@ import re
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
+from dataclasses import replace
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -26,7 +27,25 @@ from transformers.utils.import_utils import PACKAGE_DISTRIBUTION_MAPPING
 from burnish.distributed.device import device_name
 from burnish.distributed.layout import Layout
 from burnish.files.cache import cache_root
+from burnish.rollout.base import Sampling
 from burnish.tracking.rundir import write_atomically
+
+GREEDY = Sampling(8, temperature=0.0)
+SAMPLED = Sampling(20, temperature=0.8, top_k=24, top_p=0.9, min_p=0.05)
+"""Every filter drops some of 64 tokens."""
+# Lower ones magnify rounding.
+_LEAST_TEMPERATURE = 0.2
+PLAIN = {
+    "precision": "fp32",
+    "max_grad_norm": 1e30,
+    "compile": False,
+    "optimizer_offload": False,
+    "activation_offload": False,
+    "offload_during_rollout": False,
+    "router_aux_loss": 0.0,
+    "logprob_chunk": None,
+}
+"""Settings of the engine that a proof overrides."""
 
 _TRANSFORMERS = Path(str(transformers.__file__)).parent
 _MODELS = _TRANSFORMERS / "models"
@@ -213,3 +232,19 @@ def _hash_of(paths: Iterable[Path]) -> str:
         digest.update(path.name.encode())
         digest.update(path.read_bytes())
     return digest.hexdigest()
+
+
+def samplings_of(of_run: Sampling | None) -> list[Sampling]:
+    """Return greedy sampling, one with every filter, and the run's own."""
+    found = [GREEDY, SAMPLED]
+    if of_run is not None and of_run.temperature > 0:
+        found.append(
+            replace(
+                SAMPLED,
+                temperature=max(of_run.temperature, _LEAST_TEMPERATURE),
+                top_k=of_run.top_k,
+                top_p=of_run.top_p,
+                min_p=of_run.min_p,
+            )
+        )
+    return list(dict.fromkeys(found))

@@ -196,7 +196,7 @@ _COMMANDS = {
 
 
 def _place(text: str) -> PurePath:
-    from burnish.cli.ckpt import place
+    from burnish.cli.places import place
 
     return place(text)
 

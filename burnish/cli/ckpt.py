@@ -50,8 +50,7 @@ from burnish.files.lease import LEASE, holding_lease
 from burnish.files.remote import Remote
 from burnish.files.safetensors import DTYPE_BITS, TensorEntry
 from burnish.files.storage import LOCAL, Source
-from burnish.files.urls import Url, is_url
-from burnish.tracking.rundir import CHECKPOINTS, LATEST
+from burnish.tracking.rundir import CHECKPOINTS
 
 Say = Callable[[str], None]
 """Prints a line for people, unless JSON was asked for."""
@@ -86,12 +85,6 @@ def run_ckpt(arguments: Namespace) -> int:
     if failure is not None:
         raise failure
     return 0 if report.get("same", True) else DIFFERS
-
-
-def place(text: str) -> PurePath:
-    """Return a local path or a URL, without `latest` at its end. Raises `UsageError`."""
-    path = RemotePath.of(Url.parse(text)) if is_url(text) else Path(text)
-    return path.parent if path.name == LATEST else path
 
 
 def _source_of(directory: PurePath) -> Source:

@@ -16,13 +16,16 @@ from importlib.metadata import version
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 import xxhash
 from transformers import PreTrainedTokenizerBase
 
-from burnish.data.tasks import Lengths
 from burnish.files.cache import cache_root
 from burnish.files.durable import write_durably
 from burnish.files.storage import LOCAL
+
+Lengths = tuple[npt.NDArray[np.int64], str, list[str]]
+"""Number of tokens of each row (0: nothing to train on); a digest of the rows that are kept; warnings."""
 
 logger = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from itertools import chain, pairwise
 from pathlib import PurePath
-from typing import Any, TypeVar, overload
+from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -44,11 +44,12 @@ from burnish.errors import UsageError, few
 from burnish.records import Example, Prompt, TokenIds
 from burnish.tracking.progress import Bar, Progress
 
+if TYPE_CHECKING:
+    from burnish.data.length_cache import Lengths
+
 logger = logging.getLogger(__name__)
 
 Item = TypeVar("Item", Prompt, Example)
-Lengths = tuple[npt.NDArray[np.int64], str, list[str]]
-"""Number of tokens of each row (0: nothing to train on); a digest of the rows that are kept; warnings."""
 
 _SPAN = 512
 """Number of rows that are tokenized together."""

@@ -25,9 +25,10 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from burnish.config.schema import DistributedConfig
 from burnish.distributed.collectives import gather_objects
 from burnish.distributed.device import keep_freed_pages, pick_device, share_cores
-from burnish.distributed.environment import RankPlace, place_of
+from burnish.distributed.environment import place_of
 from burnish.distributed.host_memory import Arena
 from burnish.distributed.layout import Layout
+from burnish.distributed.rank_place import RankPlace
 from burnish.errors import BurnishError, UsageError, few
 
 T = TypeVar("T")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from burnish.distributed.environment import RankPlace, layout_of, number_of
+from burnish.distributed.rank_place import RankPlace, layout_of, number_of
 from burnish.errors import UsageError
 
 # Below Linux's ephemeral ports, which begin at 32768.

@@ -46,10 +46,10 @@ from burnish.files.safetensors import (
 )
 from burnish.files.storage import Closing
 from burnish.files.strict_json import parse_object
+from burnish.models.heads import has_value_head
 from burnish.models.meta_init import (
     build_on_meta,
     has_own_code,
-    has_value_head,
     initialized,
     other_inputs,
     owned_modules,

@@ -30,6 +30,7 @@ from burnish.families import (
     layers_with_experts,
 )
 from burnish.models.flops import ModelFlops
+from burnish.models.heads import has_value_head
 from burnish.models.kernels.attention import IMPLEMENTATION
 from burnish.models.kernels.fused import fuse
 from burnish.models.kernels.mixers import pack_mixers
@@ -37,21 +38,11 @@ from burnish.models.names import is_matrix
 
 _SENSES = re.compile("vision|audio|image|speech|video|vq")
 """Found in the names of sub-configurations for inputs other than text."""
-OF_SEQUENCES = "ForSequenceClassification"
-"""Ending of the names of architectures with a head for whole sequences."""
 
 
 def has_own_code(config: PretrainedConfig) -> bool:
     """Return whether the configuration's class comes from the model's directory."""
     return type(config).__module__.startswith("transformers_modules.")
-
-
-def has_value_head(config: PretrainedConfig) -> bool:
-    """Return whether the model has a head that classifies tokens or sequences."""
-    return any(
-        name.endswith(("ForTokenClassification", OF_SEQUENCES))
-        for name in config.architectures or ()
-    )
 
 
 def router_sizes(config: PretrainedConfig) -> tuple[int, int, int]:

@@ -17,7 +17,7 @@ over all tokens and routers of a step. f_e has no gradient. Each router adds the
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -32,8 +32,10 @@ from burnish.errors import IncompatibleError, UsageError
 from burnish.families import family_of, names_of
 from burnish.models.meta_init import router_sizes
 from burnish.models.packing import on_device
-from burnish.models.scorer import ScoringPlan
 from burnish.records import Batch
+
+if TYPE_CHECKING:
+    from burnish.models.scorer import ScoringPlan
 
 # Least sum of probabilities to divide by, so that experts of probability 0 get weight 0 and a finite gradient.
 _LEAST_SUM = 1e-30

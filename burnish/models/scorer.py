@@ -17,9 +17,10 @@ from transformers import PretrainedConfig, PreTrainedModel
 from burnish.errors import IncompatibleError
 from burnish.families import family_of
 from burnish.models.flops import Passed
+from burnish.models.heads import has_value_head
 from burnish.models.kernels.attention import PackedAttention, PackedLayout
 from burnish.models.logprobs import LogitTransform, LogprobOptions, token_logprobs
-from burnish.models.meta_init import has_value_head, position_limit
+from burnish.models.meta_init import position_limit
 from burnish.models.packing import PrefixTree, RowMap, TokenSharing, on_device
 from burnish.records import TokenOutputs
 

@@ -18,7 +18,7 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from burnish.errors import IncompatibleError
-from burnish.models.meta_init import OF_SEQUENCES, has_value_head
+from burnish.models.heads import OF_SEQUENCES, has_value_head
 
 
 def value_config(config: PretrainedConfig) -> PretrainedConfig:

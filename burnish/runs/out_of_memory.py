@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from burnish.config.out_of_memory_hints import remedies
 from burnish.distributed.device import device_name, peak_memory, total_memory
 from burnish.errors import BurnishError
-from burnish.runs.session import Session
+
+if TYPE_CHECKING:
+    from burnish.runs.session import Session
 
 _CPU_SAYS = "can't allocate memory"
 """Text of the plain RuntimeError that torch's CPU allocator raises."""

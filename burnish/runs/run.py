@@ -47,16 +47,11 @@ from burnish.runs.trainer_state import (
     restore,
     state_json,
 )
+from burnish.tracking.observers import Observers, wanted_rollouts
 from burnish.tracking.progress import Bar
 from burnish.tracking.rundir import CHECKPOINTS
 from burnish.tracking.stats import Stats
-from burnish.tracking.trackers import (
-    Observers,
-    json_numbers,
-    logged_values,
-    numbers,
-    wanted_rollouts,
-)
+from burnish.tracking.trackers import json_numbers, logged_values, numbers
 
 if TYPE_CHECKING:
     from burnish.checkpoint.load import CheckpointSource

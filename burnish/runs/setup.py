@@ -30,6 +30,7 @@ from burnish.engines.base import Engine, Part, compute_dtype
 from burnish.errors import IncompatibleError, UsageError, refusing
 from burnish.extend import GENERATORS
 from burnish.models.flops import ModelFlops, Passed
+from burnish.models.heads import has_value_head
 from burnish.models.loading import (
     GENERATION_CONFIG,
     Composite,
@@ -42,13 +43,7 @@ from burnish.models.loading import (
     save_model_assets,
     weights_source,
 )
-from burnish.models.meta_init import (
-    count_flops,
-    has_value_head,
-    kept_in_fp32,
-    length_limits,
-    rotary_limits,
-)
+from burnish.models.meta_init import count_flops, kept_in_fp32, length_limits, rotary_limits
 from burnish.records.seeds import derive_seed
 from burnish.rewards.pool import RewardPool
 from burnish.rollout.base import Sampling

@@ -1,4 +1,4 @@
-"""Record each step's numbers in trackers; `Observers` of the main rank feed them, the rollout files and the report.
+"""Record each step's numbers in trackers.
 
 `metrics.jsonl` is the record of a run: one JSON object a step. NaN and infinities are the strings "NaN", "Infinity" and
 "-Infinity", as in protobuf's JSON; `float()` reads them.
@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import gc
 import inspect
 import json
 import logging
@@ -16,25 +15,19 @@ import re
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, suppress
-from functools import partial
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import Any, Literal, Protocol
 
-from burnish.config.schema import TrackingConfig
 from burnish.errors import CorruptError, refusing
 from burnish.extend import TRACKERS
 from burnish.files.storage import open_regular
-from burnish.tracking.rundir import RunDirectory, discard_leftovers, write_atomically
+from burnish.tracking.rundir import write_atomically
 
-if TYPE_CHECKING:
-    from burnish.records.rollout_table import RolloutTable
-    from burnish.tracking.rollouts import Kind
-
-_REPORT_SECONDS, _REPORT_SHARE = 60.0, 0.02  # least time between reports, largest share of time
-_END_SECONDS, _STOP_SECONDS = 60.0, 10.0  # to send the rest of a run, and of a stopped run
+END_SECONDS = 60.0
+"""Seconds to send the rest of a run."""
 _BURST_SECONDS = 10.0  # until a background tracker makes the waiting calls
 _OF_STEPS = ("log", "log_rollouts", "log_traces")  # methods whose first argument is a step
 # Most calls of each method that wait for a tracker.
@@ -73,169 +66,6 @@ class Tracker(Protocol):
     def close(self) -> None:
         """Write out held numbers and free resources. A second call does nothing."""
         return
-
-
-def _writes_rollouts(settings: TrackingConfig, step: int, total: int, validation: bool) -> bool:
-    """Return whether the rollouts of a step of `total`, or of a validation after it, are written."""
-    every = settings.rollouts_every
-    return every > 0 and (validation or step % every == 0 or step in (1, total))
-
-
-def wanted_rollouts(
-    settings: TrackingConfig, step: int, total: int, table: RolloutTable, validation: bool
-) -> tuple[Sequence[int], Collection[int]] | None:
-    """Return the indices of rollouts that rank 0 needs, in order, and of those that it needs whole; None for nothing."""
-    traced = bool(settings.traces.local or settings.traces.endpoint)
-    written = _writes_rollouts(settings, step, total, validation)
-    if not (written or (traced and settings.traces.sample_rate)):
-        return None
-    from burnish.tracking import rollouts
-
-    order = table.order if written else ()
-    whole = rollouts.chosen(step, table.rewards, order) if written else set()
-    if traced:
-        kind: Kind = "validation" if validation else "step"
-        rate = settings.traces.sample_rate
-        from burnish.tracking.traces import sampled
-
-        whole |= sampled(kind, step, rate, len(table.owners))
-    return order or sorted(whole), whole
-
-
-class Observers:
-    """A run's trackers, rollout files and report, imported as its settings ask for them."""
-
-    def __init__(
-        self,
-        directory: RunDirectory,
-        settings: TrackingConfig,
-        *,
-        step: int,
-        total_steps: int,
-        is_logged: bool,
-        decode: Callable[[list[int]], str] | None = None,
-    ) -> None:
-        """Open them for a run that goes on after `step` (0: new); remove later steps' data."""
-        self._directory, self._settings, self._total_steps = directory, settings, total_steps
-        directory.write_status(total_steps, "running")
-        discard_leftovers(directory.root)
-        discard_leftovers(directory.rollouts)
-        from burnish.tracking import rollouts
-
-        self._rollouts = rollouts
-        self._rollouts.discard_rollouts_after(directory.rollouts, step)
-        texts = decode and partial(self._rollouts.texts_of_tokens, decode=decode)
-        self._token_texts = texts if settings.rollout_tokens else None
-        from burnish.tracking.console import ConsoleTracker
-
-        resumed = (step if is_logged else step - 1) if step else None
-        classes = {name: load_tracker(name) for name in settings.trackers}
-        self._trackers: list[Tracker] = [
-            ConsoleTracker(total_steps=total_steps, every=settings.console_every),
-            JsonlTracker(directory.metrics, resume_step=resumed),
-        ]
-        self._others = [
-            BackgroundTracker(name, make, directory.root, resume_step=resumed)
-            for name, make in classes.items()
-        ]
-        keep = int(settings.rollouts_keep_gb * 1e9)
-        self._thinning = self._rollouts.Thinning(directory.rollouts, keep)
-        self._traces: Any = None
-        if settings.traces.local or settings.traces.endpoint:
-            from burnish.tracking.traces import Traces
-
-            self._traces = Traces(directory, settings.traces, keep, step)
-            self._others += filter(None, [self._traces.exporter])
-        self._trackers += self._others
-        self._state: State = "running"
-        self._is_settled = False
-        self._next_report = time.monotonic() + _REPORT_SECONDS
-
-    def rollouts_scored(
-        self,
-        step: int,
-        table: RolloutTable,
-        advantages: Sequence[float] | None,
-        by_token: Mapping[str, Mapping[int, Any]],
-        arriving: Iterable[tuple[int, Any]],
-        whole: Container[int],
-    ) -> None:
-        """Write a step's rollouts if due; without `advantages`, a validation's. `arriving` yields them by index."""
-        known: list[Any] = [None] * len(table.owners)
-
-        def passing() -> Iterator[tuple[int, Any]]:
-            for i, rollout in arriving:
-                known[i] = rollout if i in whole else known[i]
-                yield i, rollout
-
-        kept: Mapping[int, Mapping[str, Any]] = {}
-        if _writes_rollouts(self._settings, step, self._total_steps, advantages is None):
-            kept = self._rollouts.write_rollouts(
-                self._directory.rollouts,
-                step,
-                table,
-                advantages,
-                self._token_texts,
-                by_token,
-                passing(),
-            )
-            kind: Kind = "validation" if advantages is None else "step"
-            self._thinning.wrote(step, kind)
-            # Only the rollouts that are kept longest: a table of thousands would cost more than the step.
-            for tracker in self._others:
-                tracker.tell("log_rollouts", step, kind, [*kept.values()])
-        if self._traces is not None:
-            for _ in passing():
-                pass
-            self._traces.take(step, known, advantages, kept)
-
-    def step_finished(self, step: int, values: Mapping[str, float]) -> None:
-        """Log a step's line, in order to every tracker; write the report once a minute."""
-        for tracker in self._trackers:
-            tracker.log(step, values)
-        if not self._is_settled and all(other.is_made for other in self._others):
-            # Trackers' libraries load some hundred thousand objects, which would add a third of a second to each full collection.
-            self._is_settled = True
-            gc.collect()
-            gc.freeze()
-        if time.monotonic() >= self._next_report:
-            self.report("running")
-
-    def checkpoint_committed(self, place: str) -> None:
-        """Tell trackers where a step is committed."""
-        for tracker in self._others:
-            tracker.tell("log_file", place, "checkpoint")
-
-    def report(self, state: State) -> None:
-        """Write the report, and the state of the run."""
-        self._state = state
-        if state != "running":
-            self._directory.write_status(self._total_steps, state)
-        if self._settings.report:
-            begun = time.monotonic()
-            from burnish.tracking.report import write_report
-
-            write_report(self._directory.root, state)
-            took = time.monotonic() - begun
-            self._next_report = begun + max(_REPORT_SECONDS, took / _REPORT_SHARE)
-
-    def sync(self) -> None:
-        """Make each tracker's record survive a power loss."""
-        for tracker in self._trackers:
-            tracker.sync()
-
-    def close(self) -> None:
-        """Close every tracker, even if one raises. Background trackers share a minute, or 10 s of a stopped run."""
-        if self._is_settled:
-            gc.unfreeze()
-        with ExitStack() as stack:
-            for tracker in self._trackers:
-                stack.callback(tracker.close)
-            seconds = _STOP_SECONDS if self._state == "stopped" else _END_SECONDS
-            for other in self._others:
-                if self._settings.report and self._directory.report.exists():
-                    other.tell("log_file", str(self._directory.report), "report")
-                other.finish(self._state, time.monotonic() + seconds)
 
 
 class BackgroundTracker(Tracker):
@@ -302,7 +132,7 @@ class BackgroundTracker(Tracker):
 
     def close(self) -> None:
         """Wait for the tracker to take the rest and close, until the deadline; log how much is lost."""
-        self.finish("finished", time.monotonic() + _END_SECONDS)
+        self.finish("finished", time.monotonic() + END_SECONDS)
         thread, self._thread = self._thread, None
         if thread is None:
             return

@@ -7,8 +7,9 @@ import sys
 
 import pytest
 
-from burnish.distributed.environment import RankPlace, place_of
+from burnish.distributed.environment import place_of
 from burnish.distributed.layout import Layout
+from burnish.distributed.rank_place import RankPlace
 from burnish.errors import UsageError
 
 TORCHRUN = {

@@ -28,9 +28,9 @@ from burnish.distributed.device import (
     total_memory,
     used_memory,
 )
-from burnish.distributed.environment import RankPlace
 from burnish.distributed.layout import Layout
 from burnish.distributed.processes import Mesh, backend_of, process_group, raise_descriptors
+from burnish.distributed.rank_place import RankPlace
 from burnish.errors import BurnishError, UsageError
 
 CPU = torch.device("cpu")

@@ -23,13 +23,14 @@ from burnish.engines.base import Part
 from burnish.engines.torch.torch_engine import TorchEngine
 from burnish.errors import IncompatibleError
 from burnish.methods.parts.critic import value_source
+from burnish.models.heads import has_value_head
 from burnish.models.loading import (
     FreshSource,
     SafetensorsSource,
     read_model_config,
     save_model_assets,
 )
-from burnish.models.meta_init import build_on_meta, has_value_head, materialize
+from burnish.models.meta_init import build_on_meta, materialize
 from burnish.models.names import model_shards, tensor_specs
 from burnish.models.value_head import state_values, value_class, value_config
 from burnish.records import Batch, MicroBatch, TokenOutputs

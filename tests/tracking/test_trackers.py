@@ -22,13 +22,13 @@ from burnish.config.schema import TrackingConfig
 from burnish.errors import CorruptError, UsageError
 from burnish.extend import TRACKERS
 from burnish.records import Rollout
+from burnish.tracking.observers import Observers
 from burnish.tracking.rollouts import rollout_files, sample_table
 from burnish.tracking.rundir import RunDirectory
 from burnish.tracking.tensorboard import TensorBoardTracker
 from burnish.tracking.trackers import (
     BackgroundTracker,
     JsonlTracker,
-    Observers,
     json_numbers,
     load_tracker,
     logged_values,

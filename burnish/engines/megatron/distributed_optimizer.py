@@ -37,7 +37,8 @@ from burnish.engines.base import compute_dtype
 from burnish.engines.megatron.mesh import MegatronMesh
 from burnish.engines.megatron.model import PackedGPT
 from burnish.engines.offload import step_in_waves
-from burnish.engines.optim.optimizer import SLOTS, moments_dtype, zero_slot
+from burnish.engines.optim.optimizer import SLOTS, moments_dtype
+from burnish.engines.optim.slots import zero_slot
 from burnish.families import ModelSizes
 from burnish.models.megatron_names import MegatronSlot, regions_of, stacked
 from burnish.models.meta_init import model_sizes

@@ -33,7 +33,8 @@ from burnish.engines.megatron.mesh import MegatronMesh
 from burnish.engines.megatron.model import build_stages, llama_shape
 from burnish.engines.offload import offloaded
 from burnish.engines.sharded_engine import ShardedEngine, trained
-from burnish.models.meta_init import has_value_head, model_sizes
+from burnish.models.heads import has_value_head
+from burnish.models.meta_init import model_sizes
 from burnish.models.routing import Routing, index_dtype, tokens_of
 from burnish.models.scorer import ScoringPlan
 from burnish.records import Batch, MicroBatch, TokenOutputs

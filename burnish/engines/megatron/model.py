@@ -52,9 +52,9 @@ from burnish.engines.megatron.modules import (
 )
 from burnish.errors import UsageError
 from burnish.families import ModelShape, family_of, names_of
+from burnish.models.heads import has_value_head
 from burnish.models.kernels.fused import rotation_of
 from burnish.models.logprobs import LogprobOptions, token_logprobs
-from burnish.models.meta_init import has_value_head
 from burnish.models.parts import VocabularyPart
 from burnish.models.routing import Routing
 from burnish.models.scorer import ScoringPlan

@@ -22,7 +22,7 @@ from burnish.data.balance import share_evenly
 from burnish.distributed.collectives import agree
 from burnish.distributed.host_memory import Arena
 from burnish.distributed.layout import Layout
-from burnish.engines.optim.optimizer import zero_slot
+from burnish.engines.optim.slots import zero_slot
 from burnish.engines.torch.parallelize import decoder_layers
 from burnish.models.names import Region, is_matrix, model_shards
 

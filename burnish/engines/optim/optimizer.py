@@ -13,6 +13,7 @@ from burnish.config.schema import OptimConfig
 from burnish.distributed.collectives import agree
 from burnish.distributed.host_memory import Arena
 from burnish.distributed.layout import Layout
+from burnish.engines.optim.slots import zero_slot
 from burnish.models.names import Region, is_matrix, model_shards
 
 SLOTS = ("exp_avg", "exp_avg_sq")
@@ -27,13 +28,6 @@ def local(tensor: Tensor) -> Tensor:
 def moments_dtype(config: OptimConfig) -> torch.dtype:
     """Return the dtype of AdamW's slots between steps; in a step they are fp32."""
     return torch.bfloat16 if config.moments == "bf16" else torch.float32
-
-
-def zero_slot(tensor: Tensor, arena: Arena | None, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Return zeros in the shape of a tensor, on its device or in the arena."""
-    if arena is None:
-        return torch.zeros_like(tensor, dtype=dtype)
-    return arena.take(tensor.numel() * dtype.itemsize).view(dtype).view(tensor.shape).zero_()
 
 
 class ShardedOptimizer:

@@ -14,13 +14,14 @@ from burnish.config.schema import ModelConfig
 from burnish.engines.base import Engine
 from burnish.engines.factory import settings_beside
 from burnish.methods.parts.policy_update import CRITIC
+from burnish.models.heads import has_value_head
 from burnish.models.loading import (
     FreshSource,
     read_model_config,
     require_embeddings,
     weights_source,
 )
-from burnish.models.meta_init import build_on_meta, count_flops, has_value_head
+from burnish.models.meta_init import build_on_meta, count_flops
 from burnish.models.names import tensor_specs
 from burnish.models.value_head import value_config
 from burnish.records import Batch

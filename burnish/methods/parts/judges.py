@@ -30,8 +30,9 @@ from burnish.engines.factory import make_engine
 from burnish.errors import IncompatibleError
 from burnish.methods.parts.rollouts import Judge
 from burnish.models.flops import ModelFlops
+from burnish.models.heads import has_value_head
 from burnish.models.loading import read_model_config, require_embeddings, weights_source
-from burnish.models.meta_init import count_flops, has_value_head, longest_sequence
+from burnish.models.meta_init import count_flops, longest_sequence
 from burnish.records import Example, RewardCall, Rollout, TokenIds
 from burnish.records.rollout_table import Column, RolloutTable
 from burnish.runs.setup import Foundation, prove, prove_loaded

@@ -24,6 +24,7 @@ from transformers import AttentionInterface
 
 from burnish.distributed.device import is_sm80_or_newer, uncompiled
 from burnish.errors import IncompatibleError
+from burnish.models.kernels.scores import cap, weigh
 from burnish.models.packing import Indices, PrefixTree, RowMap, on_device, select_rows
 from burnish.records import to_device
 
@@ -69,23 +70,6 @@ class Softmax(NamedTuple):
         sinks = None if sinks is None else sinks.float().view(*products.shape[1:3], 1)
         weigh(cap(products, self.softcap).add_(bias), sinks)
         return products
-
-
-def cap(scores: Tensor, softcap: float | None) -> Tensor:
-    """Bound scores in place, as `Softmax.softcap` says."""
-    return scores if softcap is None else scores.div_(softcap).tanh_().mul_(softcap)
-
-
-def weigh(scores: Tensor, sinks: Tensor | None) -> Tensor | None:
-    """Write the softmax of fp32 scores [..., keys] and `sinks` [..., 1] over the scores, and return the sinks' weights."""
-    if sinks is None:
-        torch.softmax(scores, -1, out=scores)
-        return None
-    top = torch.maximum(scores.amax(-1, keepdim=True), sinks)
-    of_sinks, of_keys = (sinks - top).exp_(), scores.sub_(top).exp_()
-    total = of_keys.sum(-1, keepdim=True).add_(of_sinks)
-    of_keys.div_(total)
-    return of_sinks.div_(total)
 
 
 class PackedAttention(Protocol):

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from burnish.distributed.device import has_matrix_units
-from burnish.models.kernels.attention import cap, weigh
+from burnish.models.kernels.scores import cap, weigh
 
 # Scores computed at a time, 4 MiB in fp32. More do not stay in the caches, fewer cost too many calls.
 _SCORES = 1 << 20
