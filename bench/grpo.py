@@ -50,7 +50,7 @@ from burnish.rewards.pool import RewardPool
 from burnish.rollout.base import Sampling, Watch
 from burnish.rollout.builtin.generator import BuiltinGenerator, SlotSequence
 from burnish.rollout.running import StopRule
-from burnish.runs.setup import lay_foundation, make_engine, prompt_dataset
+from burnish.runs.setup import lay_foundation, make_run_engine, prompt_dataset
 from burnish.tracking.progress import Progress
 
 PROMPTS, SAMPLES, PROMPT_WORDS, LR = 16, 8, 24, 1e-5
@@ -105,7 +105,7 @@ class Ours:
         foundation = lay_foundation(config, layout, device)
         self.flops = foundation.flops
         self.dataset = prompt_dataset(foundation, config.data.train, "data.train")
-        self.engine = make_engine(foundation, config.optim)
+        self.engine = make_run_engine(foundation, config.optim)
         self.engine.load(foundation.source, Part.WEIGHTS)
         generator = GivenLengths(
             foundation.hf_config,

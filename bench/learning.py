@@ -31,7 +31,7 @@ import torch
 
 from bench.machine import Result, command_line, report
 from bench.peers import ROOT, Peer
-from burnish.config.load import load_config
+from burnish.config.load import read_config
 from burnish.config.schema import RunConfig
 from burnish.tracking.trackers import read_metrics
 
@@ -143,7 +143,7 @@ def main() -> None:
     arguments = parser.parse_args()
     if len(arguments.seeds) < 2:
         parser.error("one seed does not show how much seeds differ; give two or more")
-    config = load_config(ROOT / CONFIG)
+    config = read_config(ROOT / CONFIG)
     if not config.model.path or not (ROOT / config.model.path).is_dir():
         parser.error(f"{config.model.path} does not exist; run `make demo` first")
     steps = arguments.steps

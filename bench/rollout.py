@@ -35,7 +35,7 @@ from bench.machine import Result, command_line, interleaved, ratio, report
 from bench.peers import Peer
 from bench.words import model_config, write_prompts, write_tokenizer
 from burnish.boxes.shards import Publication, Shard
-from burnish.config.load import load_config
+from burnish.config.load import read_config
 from burnish.methods.parts.generators import make_generator
 from burnish.models.names import model_shards
 from burnish.records import Request
@@ -95,7 +95,7 @@ def generators(directory: Path) -> Iterator[dict[str, Generator]]:
             settings = [f"name={engine}", f"rollout.engine={engine}", f"rollout.place={place}"]
             if place == "servers":
                 stack.enter_context(server([file, *settings]))
-            foundation = lay_foundation(load_config(file, settings))
+            foundation = lay_foundation(read_config(file, settings))
             made[name] = stack.enter_context(closing(make_generator(foundation)))
         yield made
 

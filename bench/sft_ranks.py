@@ -23,7 +23,7 @@ from burnish.distributed.layout import Layout
 from burnish.distributed.processes import launch
 from burnish.engines.base import Part
 from burnish.records import Batch
-from burnish.runs.setup import example_dataset, lay_foundation, make_engine
+from burnish.runs.setup import example_dataset, lay_foundation, make_run_engine
 
 
 class Sft:
@@ -34,7 +34,7 @@ class Sft:
         foundation = lay_foundation(config, layout, device)
         self._flops = foundation.flops
         self._dataset = example_dataset(foundation, config.data.train, "data.train")
-        self._engine = make_engine(foundation, config.optim)
+        self._engine = make_run_engine(foundation, config.optim)
         self._engine.load(foundation.source, Part.WEIGHTS)
         self._loader = Loader(len(self._dataset), config.seed, shuffle=False)
         self._next = self._made()

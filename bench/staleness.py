@@ -22,7 +22,7 @@ import numpy as np
 from bench.learning import CONFIG, Curve, share_within, smoothed
 from bench.machine import command_line
 from bench.peers import ROOT
-from burnish.config.load import load_config
+from burnish.config.load import read_config
 from burnish.tracking.trackers import read_metrics
 
 AHEAD = {0: "#1f77b4", 1: "#ff7f0e", 4: "#2ca02c"}
@@ -104,7 +104,7 @@ def main() -> None:
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("settings", nargs="*", metavar="SETTING=VALUE")
     given = parser.parse_args()
-    config = load_config(ROOT / CONFIG, given.settings)
+    config = read_config(ROOT / CONFIG, given.settings)
     steps = config.steps
     assert steps is not None  # the demo sets it
     curves: dict[int, list[Curve]] = {ahead: [] for ahead in AHEAD}

@@ -177,10 +177,10 @@ def run_method(
     place = place_of(os.environ)
     layout, logs = place.layout, RunDirectory(config.directory).logs
     if method.trains and config.distributed.min_processes is not None:
-        from burnish.launch.elastic import adapted, planner_of
+        from burnish.launch.elastic import fitted_engine, planner_of
 
         planner = partial(planner_of, config, method)
-        engine = adapted(planner, config.engine, layout)
+        engine = fitted_engine(planner, config.engine, layout)
         config = config.model_copy(update={"engine": engine})
     config, remarks = prepare(config, method, layout.world, run_dir)
     if layout.is_main and method.trains:

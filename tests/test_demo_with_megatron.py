@@ -18,7 +18,7 @@ from support.ranks.ports import free_port
 from support.runs.same_runs import assert_same
 from support.runs.training_files import done, metrics, ranks
 
-from burnish.config.load import load_config
+from burnish.config.load import read_config
 
 ROOT = Path(__file__).parents[1]
 GUIDE = (ROOT / "docs/guides/megatron.md").read_text()
@@ -74,11 +74,11 @@ def arguments() -> list[str]:
 def test_the_guides_four_lines_are_what_its_command_says(demo: Path) -> None:
     assert len(LINES.splitlines()) == 4
     (demo / "rl.yaml").write_text((demo / CONFIG).read_text() + LINES)
-    by_lines = load_config(demo / "rl.yaml")
+    by_lines = read_config(demo / "rl.yaml")
     _, config, *overrides = arguments()
-    by_command = load_config(demo / config, overrides)
+    by_command = read_config(demo / config, overrides)
     assert by_lines.engine == by_command.engine
-    assert by_lines.engine != load_config(demo / CONFIG).engine
+    assert by_lines.engine != read_config(demo / CONFIG).engine
 
 
 @pytest.mark.nightly

@@ -21,7 +21,7 @@ from support.models.tiny import tiny_model
 from support.models.tokenizers import char_tokenizer, save_char_tokenizer
 from support.runs.training_files import burnish, ranks
 
-from burnish.config.load import load_config
+from burnish.config.load import read_config
 
 ROOT = Path(__file__).parents[1]
 PAGES = [
@@ -93,7 +93,7 @@ def test_every_code_block_runs_as_it_stands(
             _call([sys.executable, "script.py"], place, environ)
         elif language == "yaml" and not title:
             (place / "piece.yaml").write_text(code)
-            load_config(place / "piece.yaml")
+            read_config(place / "piece.yaml")
         else:
             assert title or language in ("text", "mermaid"), language
 

@@ -13,7 +13,7 @@ from support.models.chat_templates import HYBRID, tokenizer_of
 from torch.distributed.run import get_args_parser
 from transformers import AutoTokenizer
 
-from burnish.config.load import load_config
+from burnish.config.load import read_config
 from burnish.data.sources import load_rows
 from burnish.data.tasks import PromptDataset
 from burnish.functions import load_function
@@ -27,12 +27,12 @@ EXAMPLES = Path(__file__).parents[1] / "examples"
     "path", sorted(EXAMPLES.glob("*/*.yaml")), ids=lambda path: path.parent.name
 )
 def test_every_configuration_is_sound(path: Path) -> None:
-    METHODS["rl"].check(load_config(path) if path.stem == "rl" else "sft")
+    METHODS["rl"].check(read_config(path) if path.stem == "rl" else "sft")
 
 
 def test_the_hubs_questions_are_asked_with_the_chat_template(tmp_path: Path) -> None:
     """GSM8K's columns on the hub; the answer is scored by the first reward."""
-    config = load_config(EXAMPLES / "gsm8k" / "rl.yaml")
+    config = read_config(EXAMPLES / "gsm8k" / "rl.yaml")
     row = {"question": "1+1?", "answer": "It is 1+1. #### 2"}
     (tmp_path / "train.jsonl").write_text(json.dumps(row) + "\n")
     tokenizer = tokenizer_of(HYBRID)

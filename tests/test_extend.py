@@ -15,7 +15,7 @@ from support.ranks.fork_server import TESTS, with_given_path
 from support.runs.training_files import At, burnish, done, make_files, metrics, outcome, ranks
 from support.services import shelf
 
-from burnish.config.load import load_config
+from burnish.config.load import read_config
 from burnish.errors import UsageError
 from burnish.extend import DESTINATIONS, ENGINES, GENERATORS, SOURCES, TRACKERS, Table, _lacking
 from burnish.extend import METHODS as METHODS_OF_OTHERS
@@ -268,12 +268,12 @@ def test_what_is_not_known_of_an_engine_is_not_refused(root: Path) -> None:
     """Every setting that one of the built-in engines lacks is left to an engine of one's own."""
     own = ["engine.kind=mine.py:Noting", "rollout.engine=mine.py:Around"]
     settings = ["engine.pipeline_parallel=2", "optim.kind=muon", "rollout.tensor_parallel=2"]
-    config = load_config(root / "rl.yaml", [*own, *settings])
+    config = read_config(root / "rl.yaml", [*own, *settings])
     METHODS["rl"].check(config, None)
     for kind in ("torch", "megatron"):
         with pytest.raises(UsageError):
             METHODS["rl"].check(
-                load_config(root / "rl.yaml", [f"engine.kind={kind}", *settings]), None
+                read_config(root / "rl.yaml", [f"engine.kind={kind}", *settings]), None
             )
 
 

@@ -8,25 +8,45 @@ import os
 import re
 import subprocess
 import sys
+from argparse import Namespace
 from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from operator import itemgetter
 from pathlib import Path
 
 import pytest
-from support.runs.training_files import RL, done, make_files
+from support.runs.training_files import RL, make_files
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+
+from burnish.cli.arguments import _COMMANDS, function_of
 
 ROOT = Path(__file__).parents[1]
 MOST_FUNCTIONS_OF_THE_WHOLE_CONFIGURATION = 16
 MOST_DOUBLED_CLASSES = 0
 MOST_DOUBLED_MODULES = 0
 MOST_LINES_OF_A_FILE = 900
-MOST_LOADED_LINES = 38_500
+MOST_LOADED_LINES = 30_700
 """Lines of our modules that a plain run may load."""
 OPTIONS = (
+    "burnish.algorithms.critic",
+    "burnish.algorithms.token_selection",
+    "burnish.check.comparison",
+    "burnish.check.family_proof",
+    "burnish.check.generation",
+    "burnish.check.small_model",
+    "burnish.checkpoint.background",
+    "burnish.checkpoint.destinations",
+    "burnish.checkpoint.kept",
+    "burnish.checkpoint.load",
+    "burnish.checkpoint.tools",
+    "burnish.cli.dry_run",
+    "burnish.cli.launch",
+    "burnish.cli.plan",
     "burnish.data.in_memory",
+    "burnish.data.splits",
     "burnish.data.streaming",
+    "burnish.distributed.accelerators",
     "burnish.distributed.failure_watch",
     "burnish.distributed.slurm",
     "burnish.engines.megatron",
@@ -35,30 +55,53 @@ OPTIONS = (
     "burnish.engines.torch.activation_offload",
     "burnish.engines.torch.compilation",
     "burnish.engines.torch.tensor_parallel",
+    "burnish.files.backends",
+    "burnish.files.hub_files",
+    "burnish.files.remote",
+    "burnish.launch.elastic",
+    "burnish.launch.local",
     "burnish.launch.ray",
+    "burnish.launch.supervisor",
+    "burnish.methods.parts.critic",
+    "burnish.methods.parts.judges",
+    "burnish.methods.parts.serve",
     "burnish.models.composite",
     "burnish.models.kernels.liger",
     "burnish.models.kernels.sink_attention",
     "burnish.models.kernels.span_attention",
     "burnish.models.kernels.triton_logprobs",
     "burnish.models.kernels.ulysses",
+    "burnish.models.lora",
     "burnish.models.mxfp4",
+    "burnish.models.parts",
     "burnish.models.routing",
+    "burnish.plan",
+    "burnish.rewards.builtin",
     "burnish.rollout.client",
+    "burnish.rollout.in_flight",
     "burnish.rollout.inference_engine",
     "burnish.rollout.openai",
     "burnish.rollout.server",
     "burnish.rollout.sglang",
     "burnish.rollout.vllm",
+    "burnish.runs.dry_run",
+    "burnish.runs.out_of_memory",
+    "burnish.runs.pending_batches",
+    "burnish.runs.remote_inputs",
+    "burnish.runs.replicas",
+    "burnish.runs.stragglers",
+    "burnish.tracking.otlp",
+    "burnish.tracking.profiles",
+    "burnish.tracking.services",
     "burnish.translate",
-    "burnish.view.server",
+    "burnish.view",
 )
 """Modules that a plain run must not load."""
 PLAIN = """
 import json, sys
 from pathlib import Path
 from burnish.cli.main import main
-assert main(["rl", "rl.yaml", "name=measured"]) == 0
+assert main(["rl", "rl.yaml", sys.argv[1]]) == 0
 files = {name: getattr(module, "__file__", None) for name, module in sys.modules.items()}
 ours = {name: file for name, file in files.items() if file and name.partition(".")[0] == "burnish"}
 Path("loaded.json").write_text(json.dumps({
@@ -66,6 +109,22 @@ Path("loaded.json").write_text(json.dumps({
 }))
 """
 """A run of two steps in a process of its own, which writes the lines of each module that it has loaded."""
+MAY_BE_DOUBLED = {"evaluate", "main", "serve", "train"}
+"""`main` of programs and `serve` of child processes are found by name; methods and the API train and evaluate."""
+TABLES_OF_MODULES = {"burnish.extend", "burnish.cli.arguments"}
+"""The modules that name other modules by a string: extensions, and the functions of commands."""
+CYCLES = [
+    {"burnish.methods.evaluation", "burnish.methods.table"},
+    {
+        "burnish.methods.offline",
+        "burnish.methods.parts.offline_training",
+        "burnish.methods.parts.validation",
+        "burnish.methods.sft",
+    },
+    {"burnish.methods.parts.generators", "burnish.methods.parts.serve"},
+    {"burnish.models.composite", "burnish.models.loading"},
+]
+"""Modules that reach each other, some inside a function. No other may."""
 OTHER_MEANINGS = {"git", "gemma"}
 """Model types that are also a program's name, and the name of a rounding mode of Liger's norm."""
 
@@ -97,9 +156,10 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> dict[str, int]:
     settings = {key: value for key, value in RL.items() if key not in ("evaluation", "tracking")}
     settings |= {"steps": 2, "data": {"train": ["train.jsonl"]}}
     (root / "rl.yaml").write_text(json.dumps(settings))
-    done(root, "rl", "rl.yaml")
     environ = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    subprocess.run([sys.executable, "-c", PLAIN], cwd=root, env=environ, check=True)
+    for name in ("proved", "measured"):
+        argv = [sys.executable, "-c", PLAIN, f"name={name}"]
+        subprocess.run(argv, cwd=root, env=environ, check=True)
     found: dict[str, int] = json.loads((root / "loaded.json").read_text())
     return found
 
@@ -115,6 +175,98 @@ def test_a_plain_run_loads_the_core(loaded: dict[str, int]) -> None:
 def test_a_plain_run_loads_no_option(loaded: dict[str, int]) -> None:
     assert [name for name in sorted(loaded) if name.startswith(OPTIONS)] == []
     assert [name for name in OPTIONS if not any(each.startswith(name) for each in modules())] == []
+
+
+def test_our_modules_are_imported_by_statements() -> None:
+    """mypy, ruff, import-linter and editors see a statement, and no string."""
+    found = [
+        f"{name}:{node.lineno}: {ast.unparse(node)}"
+        for name, tree in modules().items()
+        if name not in TABLES_OF_MODULES
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call)
+        and ast.unparse(node.func).rpartition(".")[2] in ("import_module", "__import__")
+        and any(text.startswith("burnish") for text in _texts(tree, node.args))
+    ]
+    assert found == []
+
+
+def _texts(tree: ast.Module, arguments: list[ast.expr]) -> list[str]:
+    """Beginnings of the strings that a call gets, also of f-strings and of the module's constants."""
+    constants = {
+        target.id: node.value
+        for node in tree.body
+        if isinstance(node, ast.Assign)
+        for target in node.targets
+        if isinstance(target, ast.Name)
+    }
+    named = [
+        constants.get(each.id, each) if isinstance(each, ast.Name) else each for each in arguments
+    ]
+    nodes = [inner for each in named for inner in ast.walk(each)]
+    parts = [constants.get(each.id, each) if isinstance(each, ast.Name) else each for each in nodes]
+    return [
+        each.value
+        for each in parts
+        if isinstance(each, ast.Constant) and isinstance(each.value, str)
+    ]
+
+
+def test_every_command_has_its_function() -> None:
+    for function, *_ in _COMMANDS.values():
+        if function:
+            function_of(Namespace(function=function))
+
+
+def test_modules_do_not_import_each_other() -> None:
+    """Imports inside functions count; those for types alone do not."""
+    imported = {name: set(_imported(tree.body)) - {name} for name, tree in modules().items()}
+    reached = {name: _reached(name, imported) for name in imported}
+    found = {
+        frozenset(other for other in reached[name] if name in reached[other])
+        for name in reached
+        if name in reached[name]
+    }
+    assert sorted(map(sorted, found)) == sorted(map(sorted, CYCLES))
+
+
+def _reached(name: str, imported: Mapping[str, set[str]]) -> set[str]:
+    """The modules that a module imports, and those that these import."""
+    found: set[str] = set()
+    todo = [name]
+    while todo:
+        new = imported.get(todo.pop(), set()) - found
+        found |= new
+        todo += new
+    return found
+
+
+def _imported(body: Iterable[ast.AST]) -> Iterator[str]:
+    for node in body:
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            yield from _imported(node.orelse)
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("burnish"):
+            for alias in node.names:
+                inner = f"{node.module}.{alias.name}"
+                yield inner if inner in modules() else str(node.module)
+        elif isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name.startswith("burnish"))
+        else:
+            yield from _imported(ast.iter_child_nodes(node))
+
+
+def test_no_public_function_name_stands_twice() -> None:
+    found = defaultdict(list)
+    for name, tree in modules().items():
+        for node in tree.body:
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                found[node.name].append(name)
+    doubled = {
+        name: places
+        for name, places in found.items()
+        if len(places) > 1 and not name.startswith("_") and name not in MAY_BE_DOUBLED
+    }
+    assert doubled == {}
 
 
 def test_no_class_name_and_no_module_name_stands_twice() -> None:

@@ -64,7 +64,7 @@ class Memory:
                 allocate(self.descriptor, size)  # lacking memory raises here; later, it is a SIGBUS
             mapped = mmap.mmap(self.descriptor, os.fstat(self.descriptor).st_size)
             self._bytes = torch.frombuffer(mapped, dtype=torch.uint8)
-        if pin and not self._pinned and host_memory.pin(self._bytes, pin):
+        if pin and not self._pinned and host_memory.page_lock(self._bytes, pin):
             self._pinned = pin
         return self._bytes[:size]
 
@@ -75,7 +75,7 @@ class Memory:
 
     def _release(self) -> None:
         if self._pinned:
-            host_memory.unpin(self._bytes, self._pinned)
+            host_memory.page_unlock(self._bytes, self._pinned)
             self._pinned = None
         self._bytes = torch.empty(0, dtype=torch.uint8)
 

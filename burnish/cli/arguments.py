@@ -79,16 +79,16 @@ _COMMANDS = {
         "Write a first configuration into the working directory, and for rl a reward function. Without DATA, write sample rows too.",
     ),
     **{
-        name: ("run:run", _METHOD if method.trains else _MEASURE, method.help)
+        name: ("run:run_given", _METHOD if method.trains else _MEASURE, method.help)
         for name, method in METHODS.items()
     },
     "run": (
-        "run:run",
+        "run:run_given",
         f"METHOD {_METHOD}",
         "Train with a method of your own, a class that derives from burnish.Method. The same command again resumes the run.",
     ),
     "submit": (
-        "launch:submit",
+        "launch:submit_run",
         "TRAINER CONFIG key=value --address --processes",
         "Submit a run to a Ray cluster as a job, and follow its output. All nodes must see this directory.",
     ),
@@ -185,8 +185,12 @@ _COMMANDS = {
         "SOURCE RUN_DIR --json --step --assets --unsafe-pickle --without-sandbox",
         "Make a step from another program's weights, without optimizer state.",
     ),
-    "ckpt pin": ("ckpt:pin", "STEP_DIR --json --reason", "Protect a step from removal."),
-    "ckpt unpin": ("ckpt:unpin", "STEP_DIR --json", "Allow a pinned step to be removed again."),
+    "ckpt pin": ("ckpt:pin_step", "STEP_DIR --json --reason", "Protect a step from removal."),
+    "ckpt unpin": (
+        "ckpt:unpin_step",
+        "STEP_DIR --json",
+        "Allow a pinned step to be removed again.",
+    ),
     "ckpt gc": (
         "ckpt:collect_garbage",
         "RUN_DIR --json --dry-run",

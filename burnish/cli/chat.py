@@ -13,7 +13,7 @@ import torch
 from burnish.api import config_at
 from burnish.checkpoint.load import CheckpointSource
 from burnish.cli.output import print_text
-from burnish.config.load import load_config
+from burnish.config.load import read_config
 from burnish.config.schema import DataConfig, RewardConfig
 from burnish.data.chat import ChatEncoder
 from burnish.data.tokenizer import completion_decoder
@@ -26,7 +26,7 @@ from burnish.records import Request
 from burnish.rollout.builtin.generator import BuiltinGenerator
 from burnish.runs.download_inputs import local_inputs
 from burnish.runs.hub_revisions import at_newest_steps, newest_model
-from burnish.runs.setup import Foundation, lay_foundation, load_frozen, prove
+from burnish.runs.setup import Foundation, lay_foundation, load_frozen, prove_model
 from burnish.runs.verify_inputs import Intact
 from burnish.tracking.progress import Progress
 
@@ -39,7 +39,7 @@ def chat(given: Namespace) -> None:
     place, step = given.config, None
     file, run = config_at(place) if place else (None, None)
     named = [f"model.path={place}"] if place and file is None else []
-    config = load_config(file, [*named, *given.overrides])
+    config = read_config(file, [*named, *given.overrides])
     if run is None:
         model = at_newest_steps(config.model_dump()).model
     else:
@@ -51,7 +51,7 @@ def chat(given: Namespace) -> None:
     def talk(layout: Layout, device: torch.device) -> None:
         local = local_inputs(settings, device, layout, trains=False)[1]
         foundation = lay_foundation(local, layout, device)
-        prove(foundation.hf_config, layout, device, generates=True)
+        prove_model(foundation.hf_config, layout, device, generates=True)
         Intact(layout, Progress(True)).require(*foundation.places(fresh=step is None))
         if step is not None:
             foundation = replace(foundation, source=CheckpointSource(step, layout))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from argparse import Namespace
 
-from burnish.config.load import load_config
+from burnish.config.load import read_config
 from burnish.distributed.environment import place_of
 from burnish.launch.local import LocalLauncher
 from burnish.launch.supervisor import run_once
@@ -23,7 +23,7 @@ _HIDE_ACCELERATORS = {
 
 def run_check(given: Namespace) -> None:
     """Compare the layout with one plain process. Raises `BurnishError` if something differs."""
-    config = load_config(given.config, given.overrides)
+    config = read_config(given.config, given.overrides)
     method = method_meant_by(config)
     config = method.named(config)
     config = at_newest_steps(config.model_dump(), config.directory)

@@ -32,7 +32,7 @@ from burnish.checkpoint.steps import (
 from burnish.checkpoint.tools.listing import listed_steps, newest_step, no_step, saved_at
 from burnish.cli.arguments import DIFFERS, function_of
 from burnish.cli.output import print_text
-from burnish.config.load import load_config
+from burnish.config.load import read_config
 from burnish.errors import (
     BurnishError,
     CorruptError,
@@ -325,7 +325,7 @@ def _problem(path: PurePath, error: BurnishError) -> dict[str, Any]:
     return found
 
 
-def pin(say: Say, path: Path, *, reason: str) -> Report:
+def pin_step(say: Say, path: Path, *, reason: str) -> Report:
     """Keep a step whatever retention says. Raises `MissingError`, and `CorruptError` for a damaged one; does not read tensors."""
     step = _local_step(path)
     with naming_failures(f"{path} cannot be pinned"), holding_pins(path.parent, LOCAL) as pins:
@@ -345,7 +345,7 @@ def pin(say: Say, path: Path, *, reason: str) -> Report:
     return {"path": str(path), "step": step, "pinned": reason, "before": before}
 
 
-def unpin(say: Say, path: Path) -> Report:
+def unpin_step(say: Say, path: Path) -> Report:
     """Let retention decide again. Raises `MissingError` for a step that is not pinned."""
     step = _local_step(path)
     with naming_failures(f"{path} cannot be unpinned"), holding_pins(path.parent, LOCAL) as pins:
@@ -384,7 +384,7 @@ def collect_garbage(say: Say, run: Path, *, dry_run: bool) -> Report:
         rest = leftovers(root, LOCAL)
         with holding_pins(root, LOCAL) as pins:
             if config.is_file():
-                loaded = load_config(config)
+                loaded = read_config(config)
                 retention = Retention.of(loaded.checkpoint, loaded.mirror_url)
                 paths = step_paths(root, LOCAL)
                 gone = [paths[step] for step in retention.removable(root, LOCAL, pins)]

@@ -12,7 +12,7 @@ import torch
 from burnish.boxes.tensor_reader import DirectoryReader, TensorReader
 from burnish.checkpoint.load import StepReader
 from burnish.checkpoint.steps import CommittedStep
-from burnish.checkpoint.tools.diff import Distance, TensorDiff, compare
+from burnish.checkpoint.tools.diff import Distance, TensorDiff, compare_steps
 from burnish.checkpoint.tools.export import Exportable, MergedModel, StepModel, adapter_of, export
 from burnish.checkpoint.tools.import_pickled import pickled, pickled_kind
 from burnish.checkpoint.tools.importing import ForeignCheckpoint, hugging_face, save_foreign
@@ -38,7 +38,7 @@ def diff(say: Say, path: PurePath, other: PurePath, *, tensors: bool) -> Report:
     """Compare two steps or Hugging Face directories, and show the tensors that differ most; `same` says whether all are equal."""
     with _open(path) as first, _open(other) as second:
         say(f"A  {first.path}\nB  {second.path}")
-        found = list(compare(first, second))
+        found = list(compare_steps(first, second))
     sets: dict[str, Distance] = {}
     for each in found:
         total = sets.setdefault(each.key.partition("/")[0], Distance())

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from contextlib import closing
 from functools import partial
 
-from burnish.config.load import load_config
+from burnish.config.load import read_config
 from burnish.distributed.layout import Layout
 from burnish.errors import UsageError, install, refusing
 from burnish.launch.elastic import has_layout, planner_of
@@ -28,7 +28,7 @@ def supervise(given: Namespace, method: Method) -> None:
             "torchrun has started this process, so it cannot start the run's processes",
             do="leave out torchrun, or --processes and --ray",
         )
-    config = method.named(load_config(given.config, given.overrides))
+    config = method.named(read_config(given.config, given.overrides))
     argv = [*method.command, *filter(None, [given.config]), *given.overrides]
     rollout = config.rollout
     servers = rollout.servers if method.generates and rollout.place == "servers" else 0
@@ -50,10 +50,10 @@ def launcher_of(
     return RayLauncher(address, argv, servers, devices)
 
 
-def submit(given: Namespace) -> None:
+def submit_run(given: Namespace) -> None:
     """Submit a run to a Ray cluster as a job, and follow it."""
     method = load_method(given.kind)
-    method.check(load_config(given.config, given.overrides), given.processes)
+    method.check(read_config(given.config, given.overrides), given.processes)
     with refusing("Ray is not installed", do=install("ray")):
         from burnish.launch import ray_jobs
     argv = [*method.command, *filter(None, [given.config]), *given.overrides, "--ray", "auto"]
@@ -63,7 +63,7 @@ def submit(given: Namespace) -> None:
 
 def serve_run(given: Namespace) -> None:
     """Generate completions for the run that a configuration names until ctrl-C."""
-    config = load_config(given.config, given.overrides)
+    config = read_config(given.config, given.overrides)
     method = method_meant_by(config)
     if not method.generates:
         raise UsageError(

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from burnish.cli.output import print_text
 from burnish.config.constraints import check_engine
-from burnish.config.load import load_config
+from burnish.config.load import read_config
 from burnish.config.schema import EngineConfig
 from burnish.distributed.environment import place_of
 from burnish.errors import BurnishError, UsageError, bytes_text, count_text, table
@@ -37,7 +37,7 @@ _Configured = tuple["Plan | None", BurnishError | None]
 
 def run_plan(arguments: Namespace) -> None:
     """Plan a configuration. Raises `UsageError` if no layout fits."""
-    config = load_config(arguments.config, arguments.overrides)
+    config = read_config(arguments.config, arguments.overrides)
     check_engine(config)
     devices = devices_of(arguments.devices, arguments.device_memory, arguments.device_tflops)
     if devices is None:

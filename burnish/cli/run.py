@@ -8,21 +8,21 @@ from argparse import Namespace
 
 from burnish.api import config_at, run_method
 from burnish.cli.output import print_text
-from burnish.config.load import load_config
+from burnish.config.load import read_config
 from burnish.distributed.environment import place_of
 from burnish.errors import UsageError, table
 from burnish.methods.table import load_method
 from burnish.tracking.trackers import json_numbers
 
 
-def run(given: Namespace) -> None:
+def run_given(given: Namespace) -> None:
     """Run a command with a configuration; with `dry_run` only print what it would do on `devices`."""
     method = load_method(given.method)
     file, overrides, run_dir = given.config, given.overrides, None
     if file and not method.trains:
         file, run_dir = config_at(file)
         overrides = overrides if file else [f"model.path={json.dumps(given.config)}", *overrides]
-    config = method.named(load_config(file, overrides))
+    config = method.named(read_config(file, overrides))
     layout = place_of(os.environ).layout
     devices, as_json = getattr(given, "devices", None), getattr(given, "json", False)
     if devices is not None and not given.dry_run:

@@ -14,7 +14,7 @@ from burnish.errors import BurnishError, MissingError, UsageError, table
 from burnish.tracking.console import duration
 from burnish.tracking.curves import Curves
 from burnish.tracking.rundir import RunDirectory
-from burnish.view.runs import beside, describe, find_runs, settings_of
+from burnish.view.runs import describe, find_runs, settings_of, side_by_side
 
 _BEST = {"val/reward": max, "val/loss": min}
 _SHOWN = ("reward/mean", "train/loss", *_BEST)
@@ -78,7 +78,7 @@ def _row(run: RunDirectory, curves: Curves, facts: Mapping[str, Any]) -> dict[st
 
 
 def _settings(names: Sequence[str]) -> Rows:
-    both = beside([settings_of(Path(name)) for name in names])
+    both = side_by_side([settings_of(Path(name)) for name in names])
     return [
         {"setting": key, **dict(zip(names, map(json.dumps, values), strict=True))}
         for key, values in both.items()

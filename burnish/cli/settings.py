@@ -16,7 +16,7 @@ from rich.text import Text
 from burnish.cli.output import print_text
 from burnish.config.document import dump_yaml, one_line
 from burnish.config.keys import Key, known_keys, plain_name
-from burnish.config.load import DEFAULT, load_config, load_with_origins
+from burnish.config.load import DEFAULT, load_with_origins, read_config
 from burnish.config.schema import RunConfig
 from burnish.errors import UsageError
 from burnish.methods.table import method_meant_by
@@ -25,7 +25,7 @@ from burnish.runs.run_directory import recorded_config
 
 def check_file(given: Namespace) -> None:
     """Check a configuration against the schema and the constraints between settings. Raises `UsageError` with all problems."""
-    config = load_config(given.config, given.overrides)
+    config = read_config(given.config, given.overrides)
     method = method_meant_by(config)
     method.check(config, world=None)
     console = Console(highlight=False, soft_wrap=True)

@@ -35,7 +35,7 @@ _MOST_PROBLEMS = 20
 """Most problems in one error; nobody mends more at a time."""
 
 
-def load_config(path: str | Path | RunConfig | None, overrides: Sequence[str] = ()) -> RunConfig:
+def read_config(path: str | Path | RunConfig | None, overrides: Sequence[str] = ()) -> RunConfig:
     """Read `path` (None: only defaults; or a loaded configuration), then apply overrides `a.b=c` in order.
 
     A value is YAML (`optim.lr=1e-6`, `data.train=[a.jsonl]`, `steps=null`). One value stands for a list of one, or for a mapping
@@ -69,7 +69,7 @@ def load_settings(
 ) -> RunConfig:
     """Return the configuration of a file, mappings or another configuration, with `settings` applied.
 
-    `settings` has sections as mappings (`optim={"lr": 1e-5}`) or dotted keys. Raises as `load_config` does.
+    `settings` has sections as mappings (`optim={"lr": 1e-5}`) or dotted keys. Raises as `read_config` does.
     """
     draft = _Draft()
     if isinstance(source, str | os.PathLike):

@@ -22,7 +22,7 @@ def digest(config: RunConfig) -> str:
     return hashlib.sha256(_canonical(dict(_deciding(config))).encode()).hexdigest()
 
 
-def difference(before: RunConfig, after: RunConfig) -> dict[str, tuple[Any, Any]]:
+def settings_difference(before: RunConfig, after: RunConfig) -> dict[str, tuple[Any, Any]]:
     """Return the deciding settings that differ, with both values, by dotted key."""
     had, wanted = dict(_deciding(before)), dict(_deciding(after))
     return {
@@ -52,7 +52,7 @@ class RunIdentity:
 
     def require_same(self, run_dir: PurePath, recorded: RunConfig) -> None:
         """Raise `IncompatibleError`, with a table, if another run's configuration is recorded."""
-        found = difference(recorded, self.config)
+        found = settings_difference(recorded, self.config)
         if not found:
             return
         rows = [("setting", "have", "want")]

@@ -56,7 +56,7 @@ def _code() -> list[bytes | str]:
     return [file.read_bytes() for file in files] + [version(name) for name in _PACKAGES]
 
 
-def read(key: str) -> Lengths | None:
+def read_lengths(key: str) -> Lengths | None:
     """Return the lengths in a file, or None if it is missing or damaged."""
     file = cache_root() / _FOLDER / key
     try:
@@ -72,7 +72,7 @@ def read(key: str) -> Lengths | None:
     return np.frombuffer(tokens, np.int64), digest, warnings
 
 
-def write(key: str, lengths: Lengths) -> None:
+def write_lengths(key: str, lengths: Lengths) -> None:
     """Write lengths. If that fails, only warn."""
     tokens, *others = lengths
     body = json.dumps(others).encode() + b"\n" + tokens.tobytes()

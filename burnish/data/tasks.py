@@ -176,14 +176,14 @@ class RowDataset(ItemSequence[Item]):
         from burnish.data import length_cache
 
         key = length_cache.key_of(self._tokenizer, named)
-        found: Lengths | None = length_cache.read(key) if key else None
+        found: Lengths | None = length_cache.read_lengths(key) if key else None
         contents = gather_objects(rows.digest.partition(" ")[0], self._layout)
         sharing = self._layout if len(set(contents)) == 1 else Layout()
         if any_rank(found is None, sharing) or found is None:
             with progress.phase("tokenizing", len(rows)) as bar:
                 found = self._tokenized(bar, sharing)
             if key and found[0].sum() >= WORTH_KEEPING and self._layout.local_rank == 0:
-                length_cache.write(key, found)
+                length_cache.write_lengths(key, found)
         return found
 
     def _tokenized(self, bar: Bar, sharing: Layout) -> Lengths:

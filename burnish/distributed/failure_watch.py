@@ -44,8 +44,8 @@ from burnish.distributed.stall import (
     place_of_work,
     process_state,
     publish,
-    report,
     stack_of,
+    stall_report,
 )
 from burnish.errors import BurnishError, StoppedError
 from burnish.tracking import logs
@@ -381,7 +381,7 @@ class _Relay(threading.Thread):
             summary = f"nothing has moved on any rank for {shortest:.0f} s"
             if not ends:
                 summary += f", and collectives fail after {timeout:g} s"
-            publish(report(f"{summary}: {cause}", answers, states, there))
+            publish(stall_report(f"{summary}: {cause}", answers, states, there))
             if ends:
                 self._fail(Failure(suspect, *there[suspect], cause, still=shortest))
                 end_silent(*(there[rank] for rank in silent))

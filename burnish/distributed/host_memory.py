@@ -109,8 +109,8 @@ class _Region:
         self.size = size
         self._memory = torch.frombuffer(_pages(size), dtype=torch.uint8)
         self._unpin: Callable[[], object] | None = None
-        if device.type == "cuda" and pin(self._memory, device):
-            self._unpin = unpin_at_end = weakref.finalize(self, unpin, self._memory, device)
+        if device.type == "cuda" and page_lock(self._memory, device):
+            self._unpin = unpin_at_end = weakref.finalize(self, page_unlock, self._memory, device)
             unpin_at_end.atexit = False  # CUDA may have shut down by then
         self._gaps = [(0, size)]
 
@@ -157,7 +157,7 @@ def _pages(size: int) -> mmap.mmap:
         return mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
 
 
-def pin(memory: Tensor, device: torch.device) -> bool:
+def page_lock(memory: Tensor, device: torch.device) -> bool:
     """Register memory with CUDA. Return False if it refuses; copies are only slower."""
     size = memory.nbytes
     if size == 0:
@@ -169,8 +169,8 @@ def pin(memory: Tensor, device: torch.device) -> bool:
     return False
 
 
-def unpin(memory: Tensor, device: torch.device) -> None:
-    """Undo `pin`. No copy may be running."""
+def page_unlock(memory: Tensor, device: torch.device) -> None:
+    """Undo `page_lock`. No copy may be running."""
     with _chosen(device):
         _runtime().cudaHostUnregister(memory.data_ptr())
 

@@ -277,7 +277,7 @@ def _named(ranks: Collection[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {text}"
 
 
-def report(
+def stall_report(
     summary: str,
     answers: Mapping[int, Answer],
     silent: Mapping[int, str],
@@ -332,7 +332,7 @@ def watching_alone(stall_seconds: float) -> Iterator[None]:
         asking.join(_WRITING_SECONDS)
         _, cause = likely_cause(answers, {})
         summary = f"nothing has moved for {still:.0f} s: {cause}"
-        publish(report(summary, answers, {}, {0: (socket.gethostname(), os.getpid())}))
+        publish(stall_report(summary, answers, {}, {0: (socket.gethostname(), os.getpid())}))
         os._exit(1)
 
     watchdog = Watchdog(StallLimits(stall_seconds), end)

@@ -32,7 +32,7 @@ _DEGREES = (
 )
 
 
-def adapted(
+def fitted_engine(
     planner: Callable[[Devices], Planner], engine: EngineConfig, layout: Layout
 ) -> EngineConfig:
     """Return settings for the layout's processes: the run's own if they fit, else the planner's quickest.

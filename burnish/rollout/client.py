@@ -200,7 +200,7 @@ class Server:
     def next(self, answer: PacedResponse) -> messages.Message:
         """Read a message, or raise the server's own error."""
         answer.expect_message()
-        message = messages.read(cast(BinaryIO, answer))
+        message = messages.read_message(cast(BinaryIO, answer))
         if message is None:
             raise self._lost("ended without an answer")
         error = messages.error_of(message.fields)

@@ -57,7 +57,7 @@ def encode(fields: Mapping[str, Any], arrays: Mapping[str, Array] | None = None)
     return [line, *(array.reshape(-1).view(np.uint8).data for array in given.values())]
 
 
-def read(stream: BinaryIO) -> Message | None:
+def read_message(stream: BinaryIO) -> Message | None:
     """Return the next message, or None at the end. Raises `NONSENSE`. Only received bytes take memory."""
     line = stream.readline(_MOST_BYTES_OF_A_LINE)
     if not line:
@@ -99,7 +99,7 @@ def encode_shard(shard: Shard) -> Parts:
 
 def read_shards(stream: BinaryIO) -> Iterator[Shard]:
     """Yield pieces of weights up to `LAST`. Raises `NONSENSE`."""
-    while (message := read(stream)) is not None:
+    while (message := read_message(stream)) is not None:
         fields = message.fields
         if fields.get("last"):
             return

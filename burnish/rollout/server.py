@@ -246,7 +246,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _complete(self) -> None:
         try:
-            asked = messages.read(io.BufferedReader(_Body(self)))
+            asked = messages.read_message(io.BufferedReader(_Body(self)))
         except messages.NONSENSE:
             asked = None
         if asked is None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from burnish.checkpoint.steps import QUARANTINE, step_paths
 from burnish.config.document import recorded
-from burnish.config.resume import RunIdentity, difference
+from burnish.config.resume import RunIdentity, settings_difference
 from burnish.errors import MissingError, UsageError
 from burnish.files.lease import LEASE, holding_lease
 from burnish.files.storage import LOCAL
@@ -52,7 +52,7 @@ def make_way(directory: RunDirectory, run: RunIdentity) -> None:
     if not directory.begun or not _may_make_way(directory, run):
         return
     is_its = directory.read_environment().get(TRAINER) == run.trainer and directory.config.exists()
-    is_same = is_its and not difference(recorded(directory.config), run.config)
+    is_same = is_its and not settings_difference(recorded(directory.config), run.config)
     if is_same and run.config.resume != "fresh":
         return
     with holding_lease(directory.checkpoints / LEASE):

@@ -193,7 +193,7 @@ def lay_foundation(
         min_p=rollout.min_p,
     )
     how = {"lora": tuned, "generates": generates, "sampling": sampling, "engine": config.engine}
-    prove(hf_config, layout, device, **how)
+    prove_model(hf_config, layout, device, **how)
     if config.algorithm.router_replay != "none":
         from burnish.models import routing
 
@@ -271,7 +271,9 @@ def with_assets(foundation: Foundation) -> Foundation:
     return replace(foundation, assets=files if foundation.layout.is_main else {})
 
 
-def prove(hf_config: PretrainedConfig, layout: Layout, device: torch.device, **how: Any) -> None:
+def prove_model(
+    hf_config: PretrainedConfig, layout: Layout, device: torch.device, **how: Any
+) -> None:
     """Call `burnish.check.family_proof.prove`, which raises `IncompatibleError`."""
     from burnish.check import proof
 
@@ -409,7 +411,7 @@ def example_dataset(
     )
 
 
-def make_engine(
+def make_run_engine(
     foundation: Foundation, optim: OptimConfig | None, beside: Engine | None = None
 ) -> Engine:
     """Make the configured engine without weights. Collective."""
@@ -444,13 +446,13 @@ def prove_start(engine: Engine, foundation: Foundation) -> None:
     """
     config, flops = foundation.config, foundation.flops
     if foundation.adapter is None:
-        prove_loaded(engine, foundation.source, foundation.hf_config, flops, config.engine)
+        prove_directory(engine, foundation.source, foundation.hf_config, flops, config.engine)
     elif config.model.lora.path is None:
         given = (foundation.hf_config, flops, config.engine, Part.FROZEN)
-        prove_loaded(engine, foundation.base, *given)
+        prove_directory(engine, foundation.base, *given)
 
 
-def prove_loaded(
+def prove_directory(
     engine: Engine,
     source: ShardSource,
     hf_config: PretrainedConfig,
@@ -483,7 +485,7 @@ def load_start(foundation: Foundation, engine: Engine, intact: Intact) -> Engine
 
 def load_frozen(foundation: Foundation, beside: Engine | None = None) -> Engine:
     """Return an engine for inference, with weights. Collective."""
-    engine = make_engine(foundation, None, beside)
+    engine = make_run_engine(foundation, None, beside)
     engine.load(foundation.base, Part.FROZEN)
     engine.load(foundation.source, Part.WEIGHTS)
     return engine

@@ -30,7 +30,7 @@ from burnish.tracking.rundir import RunDirectory
 from burnish.tracking.traces import spans_of
 from burnish.tracking.trackers import json_number
 from burnish.view.index import LAST_STEP, Integer, RolloutFilter, RolloutIndex
-from burnish.view.runs import beside, describe, find_runs, settings_of
+from burnish.view.runs import describe, find_runs, settings_of, side_by_side
 
 Answer = dict[str, Any]
 
@@ -256,7 +256,7 @@ class Answers:
         """Return configurations, as texts and setting by setting."""
         runs = self._named(query)
         texts = {run: self._text(directory.config) for run, directory in runs.items()}
-        settings = beside([settings_of(directory.root) for directory in runs.values()])
+        settings = side_by_side([settings_of(directory.root) for directory in runs.values()])
         return {
             "text": texts,
             "settings": [{"setting": n, "values": values} for n, values in settings.items()],

@@ -79,7 +79,7 @@ def settings_of(run: Path) -> dict[str, Any]:
         raise
 
 
-def beside(settings: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
+def side_by_side(settings: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
     """Return each setting's values in several runs."""
     names = dict.fromkeys(name for each in settings for name in each)
     return {name: [each.get(name) for each in settings] for name in names}

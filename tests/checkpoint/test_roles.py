@@ -25,7 +25,7 @@ from burnish.checkpoint.manager import Checkpoints
 from burnish.checkpoint.retention import Retention
 from burnish.checkpoint.save import ModelContents
 from burnish.checkpoint.steps import newest, verify
-from burnish.checkpoint.tools.diff import compare
+from burnish.checkpoint.tools.diff import compare_steps
 from burnish.checkpoint.tools.export import StepModel, export
 from burnish.checkpoint.write_plan import MAIN, key_parts, path_of, prefix_of, roles_in, set_of
 from burnish.distributed.layout import Layout
@@ -177,7 +177,7 @@ def test_export_of_a_role(tmp_path, root):
 
 def test_steps_are_compared_role_by_role(root):
     with StepReader(newest(root)) as a, StepReader(newest(root)) as b:
-        found = list(compare(a, b))
+        found = list(compare_steps(a, b))
     assert {each.verdict for each in found} == {"equal"}
     keys = {each.key for each in found}
     assert {"model/scale", "critic/model/scale", "critic/exp_avg/scale"} <= keys

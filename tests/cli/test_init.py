@@ -10,7 +10,7 @@ from support.models.tiny import save_tiny
 from support.models.tokenizers import char_tokenizer, save_char_tokenizer
 
 from burnish.cli.main import main
-from burnish.config.load import load_config
+from burnish.config.load import read_config
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +64,7 @@ def test_the_reward_gets_what_the_data_give_it(
 ) -> None:
     (here / "rows.jsonl").write_text(json.dumps(row) + "\n")
     assert main(["init", "rl", "m", "rows.jsonl"]) == 0
-    config = load_config("rl.yaml")
+    config = read_config("rl.yaml")
     assert (config.model.path, config.data.train) == ("m", ["rows.jsonl"])
     assert [each.function for each in config.reward.functions] == [f"rewards.py:{function}"]
     reward = getattr(rewards_of(here / "rewards.py"), function)
@@ -83,5 +83,5 @@ def test_data_that_the_command_cannot_read_are_refused(here: Path) -> None:
 
 def test_ids_of_a_hub_are_taken_as_they_are(here: Path) -> None:
     assert main(["init", "sft", "Qwen/Qwen3-0.6B@main", "trl-lib/Capybara"]) == 0
-    config = load_config("sft.yaml")
+    config = read_config("sft.yaml")
     assert (config.model.path, config.data.train) == ("Qwen/Qwen3-0.6B@main", ["trl-lib/Capybara"])

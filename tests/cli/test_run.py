@@ -13,7 +13,7 @@ from support.models.tokenizers import char_tokenizer, save_char_tokenizer
 
 from burnish.cli.main import main
 from burnish.config.document import dump_yaml
-from burnish.config.load import load_config
+from burnish.config.load import read_config
 from burnish.config.schema import RunConfig
 from burnish.errors import UsageError, install
 from burnish.files.remote import Remote
@@ -319,7 +319,7 @@ def begin_run(work: Path, *overrides: str) -> Path:
     """What a run of `c.yaml` leaves behind, as far as the command line looks at it."""
     directory = work / "runs/try"
     (directory / "checkpoints/step-00000100").mkdir(parents=True)
-    config = load_config(work / "c.yaml", overrides)
+    config = read_config(work / "c.yaml", overrides)
     (directory / "config.yaml").write_text(dump_yaml(config))
     return directory
 
@@ -403,7 +403,7 @@ def test_each_command_starts_its_trainer(
     assert capsys.readouterr().out == "val/n            12\nval/reward/mean  0.5\n"
     assert main(["eval", str(directory), "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == {"val/reward/mean": 0.5, "val/n": 12.0}
-    config = load_config("c.yaml", ["steps=5"])
+    config = read_config("c.yaml", ["steps=5"])
     assert [given[:3] for given in started[:2]] == [
         ("methods.parts.offline_training.train", METHODS["sft"], config),
         ("methods.parts.online_training.train", METHODS["rl"], config),

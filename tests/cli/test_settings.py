@@ -8,7 +8,7 @@ from support.nightly import by_day
 
 from burnish.cli.main import main
 from burnish.config.keys import known_keys
-from burnish.config.load import load_config
+from burnish.config.load import read_config
 
 
 def test_show_prints_everything_with_its_origin_and_can_be_read_back(
@@ -28,7 +28,7 @@ def test_show_prints_everything_with_its_origin_and_can_be_read_back(
     assert len(columns) == 1
     again = tmp_path / "again.yaml"
     again.write_text(text)
-    assert load_config(again) == load_config(file, ["optim.lr=2e-5"])
+    assert read_config(again) == read_config(file, ["optim.lr=2e-5"])
 
 
 def test_show_reports_a_bad_configuration(

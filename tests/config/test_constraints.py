@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from burnish.config import constraints
 from burnish.config.keys import known_keys
-from burnish.config.load import load_config
+from burnish.config.load import read_config
 from burnish.config.schema import RunConfig
 from burnish.errors import UsageError
 from burnish.methods.table import METHODS
@@ -16,7 +16,7 @@ GOOD = ["model.path=m", "data.train=[t]", "reward.functions=[{function: numeric}
 
 
 def config_of(*overrides: str) -> RunConfig:
-    return load_config(None, [*GOOD, *overrides])
+    return read_config(None, [*GOOD, *overrides])
 
 
 def refused(command: str, *overrides: str, world: int = 1) -> str:
@@ -140,7 +140,7 @@ def test_reward_models_are_refused_beside_an_endpoint() -> None:
 
 
 def test_a_good_evaluation_passes() -> None:
-    METHODS["eval"].check(load_config(None, ["model.path=m", "data.validation=[v]"]))
+    METHODS["eval"].check(read_config(None, ["model.path=m", "data.validation=[v]"]))
 
 
 @pytest.mark.parametrize(
@@ -160,7 +160,7 @@ def test_an_endpoints_url_is_an_address(place: str, is_fine: bool) -> None:
     asked = ["rollout.engine=openai", f"rollout.url=http://{place}", "rollout.model=m"]
     given = ["model.path=m", "data.validation=[v]", "reward.functions=r.py:right", *asked]
     if is_fine:
-        METHODS["eval"].check(load_config(None, given))
+        METHODS["eval"].check(read_config(None, given))
     else:
         assert f"rollout.url: http://{place}" in refused("eval", *given)
 

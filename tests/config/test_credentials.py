@@ -9,8 +9,8 @@ import pytest
 
 from burnish.config.credentials import with_environment, without_credentials
 from burnish.config.document import dump_yaml, recorded
-from burnish.config.load import load_config, load_settings
-from burnish.config.resume import difference
+from burnish.config.load import load_settings, read_config
+from burnish.config.resume import settings_difference
 from burnish.config.schema import RewardConfig, RewardFunctionConfig, RunConfig
 from burnish.errors import UsageError
 
@@ -44,7 +44,7 @@ REFUSED = [
 @pytest.mark.parametrize("override", REFUSED)
 def test_a_credential_is_refused_and_not_repeated(override: str) -> None:
     with pytest.raises(UsageError) as caught:
-        load_config(None, [override])
+        read_config(None, [override])
     assert SECRET not in str(caught.value)
 
 
@@ -55,7 +55,7 @@ def test_every_credential_is_named_with_its_place(tmp_path: Path) -> None:
         "tracking:\n  traces:\n    endpoint: http://u:hunter2@host\n"
     )
     with pytest.raises(UsageError) as caught:
-        load_config(file)
+        read_config(file)
     for name in ("reward.functions[0].kwargs.api_key", "tracking.traces.endpoint", "a.yaml:"):
         assert name in str(caught.value)
 
@@ -76,7 +76,7 @@ def test_every_credential_is_named_with_its_place(tmp_path: Path) -> None:
     ],
 )
 def test_other_values_are_none(override: str) -> None:
-    load_config(None, [override])
+    read_config(None, [override])
 
 
 def rewarded(**kwargs: Any) -> RewardConfig:
@@ -111,9 +111,9 @@ def test_a_run_resumes_with_another_credential_and_not_with_another_argument(
     file = tmp_path / "config.yaml"
     file.write_text(dump_yaml(before))
     moved = RunConfig(reward=rewarded(api_key="$JUDGE_KEY", strict=True))
-    assert difference(recorded(file), moved) == {}
+    assert settings_difference(recorded(file), moved) == {}
     changed = RunConfig(reward=rewarded(api_key="$JUDGE_KEY", strict=False))
-    [(name, values)] = difference(recorded(file), changed).items()
+    [(name, values)] = settings_difference(recorded(file), changed).items()
     assert name == "reward.functions"
     assert SECRET not in str(values)
 

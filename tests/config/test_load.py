@@ -10,7 +10,7 @@ from support.fuzz.configurations import sections
 from support.nightly import draws
 
 from burnish.config.document import dump_yaml
-from burnish.config.load import load_config, load_settings, load_with_origins
+from burnish.config.load import load_settings, load_with_origins, read_config
 from burnish.config.schema import RunConfig
 from burnish.errors import BurnishError, MissingError, UsageError
 
@@ -173,7 +173,7 @@ def test_short_forms(tmp_path: Path, text: str, overrides: list[str]) -> None:
     assert [(each.path, each.name) for each in config.reward.models] == [("M", None), ("3", "1e3")]
     again = tmp_path / "again.yaml"
     again.write_text(dump_yaml(config))
-    assert load_config(again) == config
+    assert read_config(again) == config
 
 
 def test_short_forms_from_python() -> None:
@@ -202,13 +202,13 @@ def test_long_values_are_shortened(tmp_path: Path) -> None:
 
 def test_a_missing_file(tmp_path: Path) -> None:
     with pytest.raises(MissingError, match=r"x\.yaml") as caught:
-        load_config(tmp_path / "x.yaml", [])
+        read_config(tmp_path / "x.yaml", [])
     assert caught.value.exit_code == 5
 
 
 def test_a_directory_in_place_of_a_file(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"config\.yaml"):
-        load_config(tmp_path, [])
+        read_config(tmp_path, [])
 
 
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
@@ -219,7 +219,7 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     (tmp_path / "large").write_text("# \n" * 100_000)
     for place in (*(tmp_path / name for name in names), Path("/dev/zero")):
         with pytest.raises(UsageError):
-            load_config(place, [])
+            read_config(place, [])
 
 
 @pytest.mark.parametrize(
@@ -232,14 +232,14 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
 )
 def test_a_model_or_data_in_place_of_a_file(path: str, do: str) -> None:
     with pytest.raises(MissingError) as caught:
-        load_config(path)
+        read_config(path)
     assert do in str(caught.value.do)
 
 
 def test_a_file_that_is_not_text(tmp_path: Path) -> None:
     (tmp_path / "c.yaml").write_bytes(b"a: \xff")
     with pytest.raises(UsageError, match=r"(?s)0xff.*position 3"):
-        load_config(tmp_path / "c.yaml", [])
+        read_config(tmp_path / "c.yaml", [])
 
 
 def test_errors_are_the_packages_own(tmp_path: Path) -> None:
@@ -258,7 +258,7 @@ def test_what_is_dumped_loads_equal(
     _, origins = load_with_origins(None, [])
     for comments in (None, dict.fromkeys(origins, "a remark")):
         path.write_text(dump_yaml(config, comments), encoding="utf-8", newline="")
-        assert load_config(path, []) == config
+        assert read_config(path, []) == config
 
 
 def test_the_dump_is_whole_and_keeps_the_order_of_the_schema() -> None:

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from burnish.config.keys import known_keys
-from burnish.config.load import load_config
+from burnish.config.load import read_config
 from burnish.methods.table import METHODS
 
 GSPO = "algorithm.policy_loss=gspo"
@@ -15,7 +15,7 @@ PAPER = [
 
 
 def said(*overrides: str) -> list[str]:
-    return list(METHODS["rl"].notices(load_config(None, overrides)))
+    return list(METHODS["rl"].notices(read_config(None, overrides)))
 
 
 def test_nothing_is_said_of_what_is_as_usual() -> None:
@@ -31,7 +31,7 @@ def test_held_out_data_that_are_hardly_looked_at() -> None:
     (line,) = said(data, "evaluation.before=false")
     assert "data.validation" in line
     assert said(data, "evaluation.every=5") == []
-    assert list(METHODS["eval"].notices(load_config(None, [data]))) == []
+    assert list(METHODS["eval"].notices(read_config(None, [data]))) == []
 
 
 @pytest.mark.parametrize("aggregation", ["token_mean", "sequence_sum_fixed"])
@@ -69,12 +69,12 @@ def test_what_a_command_does_not_use() -> None:
         "evaluation.temperature=0",
         GSPO,
     ]
-    config = load_config(None, given)
+    config = read_config(None, given)
     (line,) = METHODS["sft"].notices(config)
     assert line.endswith(" sft: reward, algorithm, batch.prompts, evaluation.temperature")
     assert next(METHODS["rl"].notices(config)).endswith(" rl: batch.examples")
     assert list(METHODS["eval"].notices(config)) == []
-    assert list(METHODS["sft"].notices(load_config(None, shared))) == []
+    assert list(METHODS["sft"].notices(read_config(None, shared))) == []
 
 
 def test_what_a_command_does_not_use_are_settings() -> None:
@@ -88,7 +88,7 @@ def test_drawing_ahead_without_a_correction() -> None:
     assert "algorithm.mismatch_cap" in line
     for corrected in ("mismatch_cap=2", "mismatch_reject=token", "old_logprobs=rollout"):
         assert said("rollout.ahead=2", f"algorithm.{corrected}") == []
-    assert list(METHODS["eval"].notices(load_config(None, ["rollout.ahead=2"]))) == []
+    assert list(METHODS["eval"].notices(read_config(None, ["rollout.ahead=2"]))) == []
 
 
 def test_drawing_all_at_once() -> None:

@@ -8,7 +8,7 @@ from support.fuzz.configurations import sections
 from support.nightly import draws
 
 from burnish.config.keys import known_keys
-from burnish.config.load import load_config
+from burnish.config.load import read_config
 from burnish.config.resume import (
     RunIdentity,
     difference,
@@ -19,7 +19,7 @@ from burnish.errors import IncompatibleError
 
 
 def with_(*overrides: str) -> RunConfig:
-    return load_config(None, overrides)
+    return read_config(None, overrides)
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from burnish.config.load import load_config
+from burnish.config.load import read_config
 from burnish.errors import UsageError
 from burnish.methods.table import METHODS, method_meant_by
 
@@ -21,7 +21,7 @@ GOOD = ["model.path=m", "data.train=[t]", "name=my"]
     ],
 )
 def test_where_a_run_lies(overrides: list[str], directory: str, mirror: str | None) -> None:
-    config = load_config(None, [*GOOD, *overrides])
+    config = read_config(None, [*GOOD, *overrides])
     METHODS["sft"].check(config)
     assert config.directory == Path(directory)
     assert config.mirror_url == mirror
@@ -40,7 +40,7 @@ def test_where_a_run_lies(overrides: list[str], directory: str, mirror: str | No
     ],
 )
 def test_a_run_without_a_name_has_its_models(overrides: list[str], name: str) -> None:
-    config = load_config(None, ["model.path=m", *overrides])
+    config = read_config(None, ["model.path=m", *overrides])
     assert method_meant_by(config).named(config).directory == Path("runs") / name
 
 
@@ -56,5 +56,5 @@ def test_a_run_without_a_name_has_its_models(overrides: list[str], name: str) ->
 )
 def test_what_makes_no_sense(overrides: list[str], words: str) -> None:
     with pytest.raises(UsageError) as caught:
-        METHODS["sft"].check(load_config(None, [*GOOD, *overrides]))
+        METHODS["sft"].check(read_config(None, [*GOOD, *overrides]))
     assert words in str(caught.value)

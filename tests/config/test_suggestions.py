@@ -150,13 +150,13 @@ def test_a_table_is_in_order(table: dict[str, Any]) -> None:
 def test_only_an_error_loads_the_names_of_other_frameworks() -> None:
     code = (
         "import sys\n"
-        "from burnish.config.load import load_config\n"
+        "from burnish.config.load import read_config\n"
         "from burnish.errors import UsageError\n"
         "loaded = lambda: {name for name in sys.modules if 'foreign' in name or 'suggestions' in name}\n"
-        "load_config(None, ['model.path=m', 'data.train=x.jsonl'])\n"
+        "read_config(None, ['model.path=m', 'data.train=x.jsonl'])\n"
         "assert loaded() == set(), loaded()\n"
         "try:\n"
-        "    load_config(None, ['model.path=m', 'data.train=x.jsonl', 'learning_rate=1'])\n"
+        "    read_config(None, ['model.path=m', 'data.train=x.jsonl', 'learning_rate=1'])\n"
         "except UsageError:\n"
         "    assert loaded() == {'burnish.config.foreign_names', 'burnish.config.suggestions'}\n"
         "    assert not any(name.startswith('burnish.translate') for name in sys.modules)\n"

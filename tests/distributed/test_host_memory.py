@@ -15,7 +15,7 @@ from support.nightly import draws
 from torch import Tensor
 
 from burnish.distributed import host_memory
-from burnish.distributed.host_memory import Arena, pin
+from burnish.distributed.host_memory import Arena, page_lock
 from burnish.errors import BurnishError
 
 CPU = torch.device("cpu")
@@ -99,13 +99,13 @@ def test_what_was_pinned_is_unpinned_once_when_its_last_view_has_gone(
 ) -> None:
     known: list[int] = []
 
-    def pin(memory: Tensor, device: torch.device) -> bool:
+    def page_lock(memory: Tensor, device: torch.device) -> bool:
         known.append(memory.data_ptr())
         return True
 
-    monkeypatch.setattr(host_memory, "pin", pin)
+    monkeypatch.setattr(host_memory, "page_lock", page_lock)
     monkeypatch.setattr(
-        host_memory, "unpin", lambda memory, device: known.remove(memory.data_ptr())
+        host_memory, "page_unlock", lambda memory, device: known.remove(memory.data_ptr())
     )
     monkeypatch.setattr(host_memory, "synchronize", lambda device: None)
     arena = Arena(torch.device("cuda"), LEAST)
@@ -182,7 +182,7 @@ def test_the_error_of_a_refusal_is_forgotten(
     calls: list[None] = []
     monkeypatch.setattr(host_memory, "_runtime", lambda: Runtime(answer))
     monkeypatch.setattr(host_memory, "_forget_error", lambda: calls.append(None))
-    assert pin(torch.zeros(8), CPU) is (answer == 0)
+    assert page_lock(torch.zeros(8), CPU) is (answer == 0)
     assert len(calls) == forgotten
-    assert not pin(torch.zeros(0), CPU)
+    assert not page_lock(torch.zeros(0), CPU)
     assert len(calls) == forgotten

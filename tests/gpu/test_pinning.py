@@ -6,14 +6,14 @@ import pytest
 import torch
 from support.ranks.devices import CUDA, on_gpu
 
-from burnish.distributed.host_memory import pin, unpin
+from burnish.distributed.host_memory import page_lock, page_unlock
 
 
 @pytest.mark.parametrize("device", [pytest.param(CUDA, id="cuda", marks=on_gpu)])
 def test_a_refusal_is_not_raised_by_what_comes_next(device: torch.device) -> None:
     memory, there = torch.zeros(1 << 20), torch.zeros(4, device=device)
     for _ in range(2):
-        assert pin(memory, device)
-        assert not pin(memory, device), "it is registered already"
+        assert page_lock(memory, device)
+        assert not page_lock(memory, device), "it is registered already"
         assert there.fill_(2.0).sum().item() == 8.0
-        unpin(memory, device)
+        page_unlock(memory, device)

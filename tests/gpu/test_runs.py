@@ -21,7 +21,7 @@ from support.ranks.devices import CUDA, DEVICES, on_gpu
 from support.ranks.fork_server import with_given_path
 from support.runs.training_files import MIXTURE, make_files, metrics, weights
 
-from burnish.config.load import load_config
+from burnish.config.load import read_config
 from burnish.distributed.device import device_name
 from burnish.methods.table import METHODS
 from burnish.tracking.trackers import read_metrics
@@ -152,7 +152,7 @@ def settings_of(case: str) -> tuple[str, list[str]]:
 @pytest.mark.parametrize("case", CASES)
 def test_each_part_of_a_run_has_valid_settings(work: Path, case: str) -> None:
     kind, settings = settings_of(case)
-    METHODS[kind].check(load_config(work / f"{kind}.yaml", [*COMMON, *settings]))
+    METHODS[kind].check(read_config(work / f"{kind}.yaml", [*COMMON, *settings]))
 
 
 @pytest.mark.slow

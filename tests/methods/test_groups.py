@@ -22,7 +22,7 @@ from burnish.distributed.layout import Layout
 from burnish.errors import UsageError
 from burnish.methods.parts.generators import make_collector
 from burnish.methods.parts.policy_update import PolicyUpdate
-from burnish.methods.parts.rollouts import Collector, GroupSampler, compared
+from burnish.methods.parts.rollouts import Collector, GroupSampler, compared_rewards
 from burnish.models.flops import ModelFlops
 from burnish.records import Batch, Completion, Prompt, Request, Rollout, TokenOutputs
 from burnish.records.rollout_table import RolloutTable
@@ -143,11 +143,14 @@ def test_a_part_that_no_answer_has_is_refused_and_one_that_some_have_compares_th
     parts = [{"score": 1.0}, {"score": 1.0, "score/right": 0.0}, {"score": 1.0, "score/right": 1.0}]
     group = [replace(rollout(0, 1, 3), reward_parts=each) for each in parts]
     table, names = RolloutTable.of([group]), config.reward.part_names
-    assert [each.tolist() for each in compared(table, "score/right", names)] == [[0, 1], [0, 0]]
+    assert [each.tolist() for each in compared_rewards(table, "score/right", names)] == [
+        [0, 1],
+        [0, 0],
+    ]
     failed = replace(group[0], reward_error="score: it raised")
-    assert not compared(RolloutTable.of([[failed]]), "score/right", names)[0].size
+    assert not compared_rewards(RolloutTable.of([[failed]]), "score/right", names)[0].size
     with pytest.raises(UsageError, match=r"part: score/right\n.*want: .*score\n"):
-        compared(RolloutTable.of([group[:1]]), "score/right", names)
+        compared_rewards(RolloutTable.of([group[:1]]), "score/right", names)
 
 
 def test_a_function_that_applies_to_no_answer_is_a_part_all_the_same() -> None:
@@ -156,7 +159,7 @@ def test_a_function_that_applies_to_no_answer_is_a_part_all_the_same() -> None:
         reward={"functions": [{"function": "f.py:score"}]},
     )
     groups = [[replace(rollout(0, 0, 3), reward_parts={})]]
-    assert not compared(RolloutTable.of(groups), "score", config.reward.part_names)[0].size
+    assert not compared_rewards(RolloutTable.of(groups), "score", config.reward.part_names)[0].size
 
 
 def test_dynamic_sampling_compares_what_is_left_of_a_group() -> None:

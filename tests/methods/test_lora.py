@@ -27,7 +27,7 @@ from support.runs.training_files import (
 from transformers import AutoModelForCausalLM
 
 from burnish.checkpoint.manager import Checkpoints
-from burnish.config.load import load_config
+from burnish.config.load import read_config
 from burnish.config.schema import RunConfig
 from burnish.data.batching import make_batch
 from burnish.distributed.layout import Layout
@@ -95,7 +95,7 @@ def test_a_run_balances_by_what_its_update_costs(lora, monkeypatch):
     settings |= {"batch.examples": len(texts), "batch.tokens_per_device": 4000, "steps": 1}
     argv = [f"{name}={value}" for name, value in settings.items()]
     run = done(lora, "sft", "sft-lora.yaml", "name=long", *argv, world=2)
-    config = load_config(Path("sft-lora.yaml"), argv)
+    config = read_config(Path("sft-lora.yaml"), argv)
     foundation = lay_foundation(config)
     dataset = example_dataset(foundation, config.data.train, "data.train")
     examples = [dataset[index] for index in range(len(texts))]

@@ -5,7 +5,7 @@ from support.models.known_sizes import QWEN3_8B
 from support.nightly import draws
 
 from burnish.config.document import dump_yaml
-from burnish.config.load import load_config
+from burnish.config.load import read_config
 from burnish.config.schema import LoraConfig, RunConfig
 from burnish.families import ModelShape
 from burnish.methods.table import METHODS
@@ -92,7 +92,7 @@ def test_what_is_recommended_is_a_good_configuration(values, command, tmp_path):
     path = tmp_path / "run.yaml"
     path.write_text(dump_yaml(RunConfig.model_validate(values)))
     for plan in planner(values, command).all_plans()[::10]:
-        config = load_config(path, plan.overrides())
+        config = read_config(path, plan.overrides())
         METHODS[command].check(config, 64)
         assert config.engine == plan.engine
 

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from support.models.known_sizes import QWEN3_8B
 
 from burnish.config.document import dump_yaml
-from burnish.config.load import load_config
+from burnish.config.load import read_config
 from burnish.config.schema import RunConfig
 from burnish.errors import UsageError
 from burnish.families import ModelShape
@@ -208,7 +208,7 @@ def test_what_is_recommended_is_a_good_configuration(model, devices, tmp_path):
     path = tmp_path / "run.yaml"
     path.write_text(dump_yaml(RunConfig.model_validate(values_of(model))))
     for plan in plans[::10]:
-        config = load_config(path, plan.overrides())
+        config = read_config(path, plan.overrides())
         METHODS["sft"].check(config, plan.devices.count)
         assert config.engine == plan.engine
 

@@ -856,7 +856,7 @@ def test_requests_without_fields_are_answered() -> None:
             with closing(http.client.HTTPConnection(server.url.removeprefix("http://"))) as asking:
                 body = b"".join(messages.encode(fields, {"token_ids": np.zeros(3, np.int64)}))
                 asking.request("POST", "/completions", body, server._headers)
-                said = messages.read(BytesIO(asking.getresponse().read()))
+                said = messages.read_message(BytesIO(asking.getresponse().read()))
                 assert said is not None
                 assert "failed" in said.fields
 
@@ -868,7 +868,7 @@ def test_a_port_that_is_taken_is_refused() -> None:
 
 
 def sent(message: Sequence[bytes]) -> messages.Message:
-    found = messages.read(BytesIO(b"".join(message)))
+    found = messages.read_message(BytesIO(b"".join(message)))
     assert found is not None
     return found
 

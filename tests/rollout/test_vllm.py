@@ -460,7 +460,7 @@ def test_the_processor_for_runner_v2_draws_the_same() -> None:
         want = draw(logits[row : row + 1].clone(), sampling, number)
         two = left[row].topk(2)
         assert int(two.indices[0]) == int(want.tokens)
-        sampled, raw = draws.read([float(two.values[0]), *two.values.tolist()], 1)
+        sampled, raw = draws.read_draws([float(two.values[0]), *two.values.tolist()], 1)
         np.testing.assert_array_equal(sampled, want.sampled_logprobs)
         np.testing.assert_array_equal(raw, want.logprobs)
 

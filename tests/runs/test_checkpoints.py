@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from burnish.checkpoint.manager import Checkpoints
 from burnish.checkpoint.steps import open_step
 from burnish.checkpoint.tools.export import StepModel, export
-from burnish.config.load import load_config
+from burnish.config.load import read_config
 from burnish.config.resume import digest
 from burnish.distributed.layout import Layout
 from burnish.files.storage import LocalStorage
@@ -36,7 +36,7 @@ def test_the_best_steps_are_kept(work, mode):
     assert [step.step for step in steps] == sorted({best, 6})
     assert steps[0].state["measured"] == {"val/loss": losses[best]}
     digests = {step.state["config_digest"] for step in steps}
-    assert digests == {digest(load_config(run / "config.yaml"))}
+    assert digests == {digest(read_config(run / "config.yaml"))}
     assert [step.state["weights_version"] for step in steps] == [step.step for step in steps]
 
 

@@ -13,7 +13,7 @@ from support.runs.training_files import FRESH, REWARDS, burnish, make_files
 from support.services.s3 import S3Server
 
 from burnish.config.document import dump_yaml
-from burnish.config.load import load_config
+from burnish.config.load import read_config
 from burnish.config.schema import EngineConfig, RunConfig
 from burnish.data.sources import load_rows
 from burnish.errors import MissingError, UsageError
@@ -165,7 +165,7 @@ def test_a_run_with_everything_behind_urls(tmp_path: Path, s3_server: S3Server) 
     environ = {**s3_server.environ, "BURNISH_CACHE": str(tmp_path / "cache")}
     code, log = burnish(work, "rl", "rl.yaml", "name=far", "steps=1", *where, environ=environ)
     assert code == 0, log
-    recorded = load_config(work / "runs/far/config.yaml")
+    recorded = read_config(work / "runs/far/config.yaml")
     assert recorded.data.train == [f"{bucket.url}/train.jsonl"]
 
 

@@ -10,7 +10,7 @@ from support.models.tokenizers import save_char_tokenizer
 from support.nightly import by_day
 from support.runs.training_files import FRESH, burnish, make_files, write_rows
 
-from burnish.config.load import load_config
+from burnish.config.load import read_config
 from burnish.errors import UsageError
 from burnish.methods.table import METHODS
 from burnish.runs.dry_run import set_up
@@ -106,14 +106,14 @@ def test_a_run_that_can_begin_passes(work: Path, argv: list[str]) -> None:
 def test_a_reward_is_called_on_the_first_row(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(work)
     with pytest.raises(UsageError):
-        set_up(load_config("rl.yaml", [own("rewards.py:raises")]), METHODS["rl"])
+        set_up(read_config("rl.yaml", [own("rewards.py:raises")]), METHODS["rl"])
 
 
 def test_several_faults_are_told_together(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(work)
     wrong = [own("own.py:gone"), "data.train=[renamed.jsonl]", "tracking.trackers=['own.py:No']"]
     with pytest.raises(UsageError) as caught:
-        set_up(load_config("rl.yaml", wrong), METHODS["rl"])
+        set_up(read_config("rl.yaml", wrong), METHODS["rl"])
     assert str(caught.value).startswith("3 problems")
 
 
@@ -122,4 +122,4 @@ def test_rows_that_only_come_later_are_found(work: Path, monkeypatch: pytest.Mon
     monkeypatch.chdir(work)
     long = {"prompt": "1" * 90, "completion": "1"}
     write_rows(work / "later.jsonl", [long] * 600 + [{"prompt": "1", "completion": "1"}])
-    set_up(load_config("sft.yaml", ["data.train=[later.jsonl]"]), METHODS["sft"])
+    set_up(read_config("sft.yaml", ["data.train=[later.jsonl]"]), METHODS["sft"])

@@ -15,7 +15,7 @@ from support.models.tokenizers import char_tokenizer, save_char_tokenizer
 from support.runs.training_files import burnish, make_files, ranks
 from support.services.hub import HubServer, hub_variables, running_hub
 
-from burnish.config.load import load_config
+from burnish.config.load import read_config
 from burnish.config.schema import RunConfig
 from burnish.runs.hub_revisions import pin
 
@@ -75,7 +75,7 @@ def test_a_run_keeps_the_commits_that_it_began_with(hub: HubServer, work: Path) 
     call(hub, work, "sft", "sft.yaml", "--dry-run")
     assert not any("safetensors" in path and "blobs" in path for _, path in hub.asked)
     call(hub, work, "sft", "sft.yaml")
-    recorded = load_config(work / "runs/run/config.yaml")
+    recorded = read_config(work / "runs/run/config.yaml")
     assert recorded.model.path == f"me/tiny@{model}"
     assert recorded.data.train == recorded.data.validation == [f"me/sums@{sums}"]
 
@@ -84,7 +84,7 @@ def test_a_run_keeps_the_commits_that_it_began_with(hub: HubServer, work: Path) 
     hub.asked.clear()
     call(hub, work, "sft", "sft.yaml", "steps=2", HF_HOME=str(work / "another home"))
     assert any(path.startswith("blobs/") for _, path in hub.asked)
-    assert load_config(work / "runs/run/config.yaml").model == recorded.model
+    assert read_config(work / "runs/run/config.yaml").model == recorded.model
     hub.asked.clear()
     call(hub, work, "eval", "runs/run", HF_HUB_OFFLINE="1")
     call(hub, work, "sft", "sft.yaml", "steps=3")
@@ -133,7 +133,7 @@ def test_a_run_that_is_on_its_mirror_alone_keeps_its_commits(hub: HubServer, wor
     hub.repositories["models/me/tiny"] = {"config.json": b"{}"}
     home = str(work / "another home")
     call(hub, work, "sft", "sft.yaml", mirror, "steps=2", HF_HOME=home)
-    recorded = load_config(work / "runs/run/config.yaml")
+    recorded = read_config(work / "runs/run/config.yaml")
     assert recorded.model.path == f"me/tiny@{commit}"
 
 

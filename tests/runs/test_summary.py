@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 from support.models.tiny import save_tiny, tiny_model
 
-from burnish.config.load import load_config
+from burnish.config.load import read_config
 from burnish.data.loader import Loader
 from burnish.methods.table import METHODS
 from burnish.runs.summary import summary
@@ -22,7 +22,7 @@ MODEL = "model.fresh={model_type: qwen3, vocab_size: 32, hidden_size: 16, interm
 
 def rows_of(*overrides: str, command: str = "sft", brief: bool = True) -> dict[str, str]:
     """The summary's texts by their names."""
-    config = load_config(None, list(overrides))
+    config = read_config(None, list(overrides))
     lines = summary(
         config, METHODS["sft" if command == "sft" else "rl"], 1, brief=brief
     ).splitlines()

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from burnish.config.load import load_config
+from burnish.config.load import read_config
 from burnish.config.schema import RunConfig
 from burnish.errors import MissingError, UsageError
 from burnish.methods.table import METHODS
@@ -56,7 +56,7 @@ SFT = (
 
 def loaded(tmp_path: Path, text: str) -> RunConfig:
     (tmp_path / "new.yaml").write_text(text)
-    return load_config(tmp_path / "new.yaml")
+    return read_config(tmp_path / "new.yaml")
 
 
 def test_a_script_of_verl(tmp_path: Path) -> None:

@@ -98,7 +98,7 @@ class TensorDiff:
         return {"tensor": self.key, "verdict": self.verdict, **sides, **plain}
 
 
-def compare(a: TensorReader, b: TensorReader) -> Iterator[TensorDiff]:
+def compare_steps(a: TensorReader, b: TensorReader) -> Iterator[TensorDiff]:
     """Yield A's tensors in the order of its files, then those only in B."""
     for key, mine in a.tensors.items():
         theirs = b.tensors.get(key)

@@ -25,7 +25,7 @@ from burnish.models.meta_init import build_on_meta, count_flops
 from burnish.models.names import tensor_specs
 from burnish.models.value_head import value_config
 from burnish.records import Batch
-from burnish.runs.setup import Foundation, Learner, make_engine, prove, with_assets
+from burnish.runs.setup import Foundation, Learner, make_run_engine, prove_model, with_assets
 from burnish.tracking.stats import Stats
 
 
@@ -43,7 +43,7 @@ def critic_foundation(policy: Foundation) -> Foundation:
     engine = settings_beside(hf_config, config.engine)
     optim = config.optim.model_copy(update={"lr": config.critic.lr})
     config = config.model_copy(update={"engine": engine, "optim": optim})
-    prove(hf_config, policy.layout, policy.device, engine=engine)
+    prove_model(hf_config, policy.layout, policy.device, engine=engine)
     source = value_source(model, hf_config, config.seed)
     foundation = replace(
         policy,
@@ -69,7 +69,7 @@ class Critic(Learner):
     def make(cls, policy: Foundation, total_steps: int, beside: Engine) -> Critic:
         """Make a critic without weights; `beside` is the policy's engine."""
         foundation = critic_foundation(policy)
-        engine = make_engine(foundation, foundation.config.optim, beside)
+        engine = make_run_engine(foundation, foundation.config.optim, beside)
         return cls(engine, foundation, total_steps)
 
     def update(self, batch: Batch, step: int) -> Stats:

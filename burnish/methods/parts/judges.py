@@ -35,7 +35,7 @@ from burnish.models.loading import read_model_config, require_embeddings, weight
 from burnish.models.meta_init import count_flops, longest_sequence
 from burnish.records import Example, RewardCall, Rollout, TokenIds
 from burnish.records.rollout_table import Column, RolloutTable
-from burnish.runs.setup import Foundation, prove, prove_loaded
+from burnish.runs.setup import Foundation, prove_directory, prove_model
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +92,7 @@ def load_judge(foundation: Foundation, policy: Engine | None) -> Judge:
         engine.load(weights, Part.WEIGHTS)
         positions = longest_sequence(hf_config) or sys.maxsize
         encoder, flops = ChatEncoder(tokenizer), count_flops(hf_config)
-        prove_loaded(engine, weights, hf_config, flops, config.engine)
+        prove_directory(engine, weights, hf_config, flops, config.engine)
         models.append(_RewardModel(name, settings.weight, engine, encoder, flops, positions))
     on_error = math.nan if config.reward.on_error == "drop" else config.reward.on_error
     return partial(_judged, models, config.microbatch_tokens, on_error)
@@ -116,7 +116,7 @@ def read_judge(
         )
     tokenizer = load_tokenizer(settings.path)
     require_embeddings(hf_config, tokenizer)
-    prove(hf_config, layout, device)
+    prove_model(hf_config, layout, device)
     return hf_config, tokenizer, weights_source(model, hf_config, seed)
 
 

@@ -28,8 +28,8 @@ from burnish.runs.setup import (
     Learner,
     lay_foundation,
     load_start,
-    make_engine,
     make_loader,
+    make_run_engine,
     train_dataset,
 )
 from burnish.runs.trainer_state import Fingerprints
@@ -72,7 +72,7 @@ def train(method: OfflineMethod, config: RunConfig, layout: Layout, device: torc
             by_epoch = method.stays_in_epoch(config)
             loader = make_loader(dataset, config.data, config.seed, by_epoch=by_epoch)
             total = config.steps or loader.takes(size, config.epochs)
-            engine = make_engine(foundation, config.optim)
+            engine = make_run_engine(foundation, config.optim)
             fingerprints = Fingerprints.of(
                 foundation.tokenizer, dataset, local.model.path, method=method.source
             )

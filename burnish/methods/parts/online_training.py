@@ -37,8 +37,8 @@ from burnish.runs.setup import (
     Learner,
     lay_foundation,
     load_start,
-    make_engine,
     make_loader,
+    make_run_engine,
     prompt_dataset,
     train_dataset,
 )
@@ -147,7 +147,7 @@ def _models(
 ) -> tuple[Run, PolicyUpdate, Judge | None, Sequence[Engine]]:
     """Load the models. Return the run, its update, its reward models, and the engines of policy, critic and reference."""
     config = foundation.config
-    engine = make_engine(foundation, config.optim)
+    engine = make_run_engine(foundation, config.optim)
     learners: dict[str, Learner] = {MAIN: Learner(engine, foundation)}
     critic = None
     if config.algorithm.advantage == "gae":

@@ -225,7 +225,7 @@ class GroupSampler:
                 collected = collected.with_rewards(collected.rewards, baselines)
             groups = RolloutTable.joined([groups, collected]) if refills else collected
             require_rewards(groups, config.reward)
-            rewards, of_groups = compared(groups, dynamic.part, config.reward.part_names)
+            rewards, of_groups = compared_rewards(groups, dynamic.part, config.reward.part_names)
             varied = has_variance(rewards, of_groups, len(groups))
             known = np.bincount(of_groups, minlength=len(groups))[-len(taken) :] > 1
             alike = ~varied[-len(taken) :][known]
@@ -511,7 +511,9 @@ def _without_baseline(table: RolloutTable, greedy: RolloutTable) -> RolloutTable
     )
 
 
-def compared(table: RolloutTable, part: str | None, names: Sequence[str]) -> tuple[Column, Column]:
+def compared_rewards(
+    table: RolloutTable, part: str | None, names: Sequence[str]
+) -> tuple[Column, Column]:
     """Return the values that dynamic sampling compares, the reward or its `part`, and their groups, without dropped rollouts.
 
     Raises `UsageError` if this part is neither in `names` nor in any completion.

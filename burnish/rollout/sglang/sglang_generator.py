@@ -128,7 +128,7 @@ class SglangGenerator(EngineGenerator):
                 pass
 
     def _logprobs(self, each: EngineRequest) -> tuple[Floats, Floats]:
-        return self._worker.read(each.reported, each.own, self._vocabulary)
+        return self._worker.read_top_logprobs(each.reported, each.own, self._vocabulary)
 
     def load_weights(self, weights: Publication, version: int) -> None:
         """Load all of a model's tensors, whole or in pieces.
@@ -190,7 +190,7 @@ class SglangGenerator(EngineGenerator):
         """Request completions; yield messages about each as it grows."""
         stop = {*self._eos_token_ids, *sampling.stop_token_ids}
         params = [
-            self._worker.request_params(sampling, each.key, each.drawn, sorted(stop))
+            self._worker.custom_params(sampling, each.key, each.drawn, sorted(stop))
             | {"stream_interval": 1 if sampling.stop_strings else _CHUNK}
             for each in running
         ]

@@ -31,7 +31,7 @@ TOP = 3
 """How many of the largest log-probs `read` needs."""
 
 
-def request_params(sampling: Sampling, key: int, drawn: int, stop: Sequence[int]) -> dict[str, Any]:
+def custom_params(sampling: Sampling, key: int, drawn: int, stop: Sequence[int]) -> dict[str, Any]:
     """Return SGLang's parameters for a completion; ids of `stop` end it."""
     return {
         "temperature": 0.0,
@@ -70,7 +70,7 @@ def _leave_three(logits: Tensor, drawn: Drawn) -> None:
     logits.scatter_(1, chosen, 0.0)
 
 
-def read(
+def read_top_logprobs(
     reported: Sequence[Sequence[tuple[float, int, Any]]], tokens: Sequence[int], vocabulary: int
 ) -> tuple[Floats, Floats]:
     """Return sampled and raw log-probs of `tokens` from SGLang's largest ones. Raises `BurnishError` for NaN."""

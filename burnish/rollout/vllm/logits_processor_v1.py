@@ -47,7 +47,7 @@ def arguments_of(params: SamplingParams) -> tuple[int, int, Sampling] | None:
     return given and (given[0], given[1], Sampling(1, *given[2:]))
 
 
-def read(reported: Sequence[float], tokens: int) -> tuple[Floats, Floats]:
+def read_draws(reported: Sequence[float], tokens: int) -> tuple[Floats, Floats]:
     """Return sampled and raw log-probs of the first `tokens` tokens from vLLM's flat list. Raises `BurnishError` for NaN."""
     table = np.array(reported[: 3 * tokens], dtype=np.float32).reshape(-1, 3)
     if not np.isfinite(table).all():

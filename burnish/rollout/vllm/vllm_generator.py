@@ -219,7 +219,7 @@ class VllmGenerator(EngineGenerator):
 
     def _logprobs(self, each: EngineRequest) -> tuple[Floats, Floats]:
         self._is_clean = False
-        found: tuple[Floats, Floats] = self._draws.read(each.reported, len(each.own))
+        found: tuple[Floats, Floats] = self._draws.read_draws(each.reported, len(each.own))
         self._is_clean = True
         return found
 

@@ -13,7 +13,7 @@ from support.checkpoints.states import make_state, save_once, shards_of
 from burnish.boxes.tensor_reader import DirectoryReader
 from burnish.checkpoint.load import StepReader
 from burnish.checkpoint.steps import open_step
-from burnish.checkpoint.tools.diff import Distance, compare
+from burnish.checkpoint.tools.diff import Distance, compare_steps
 from burnish.distributed.layout import Layout
 from burnish.files.storage import LocalStorage
 
@@ -147,7 +147,7 @@ def test_integers_and_complex_numbers():
 
 
 def verdicts(a, b):
-    return {each.key: each.verdict for each in compare(a, b)}
+    return {each.key: each.verdict for each in compare_steps(a, b)}
 
 
 def test_a_step_with_itself_and_another(tmp_path):
@@ -155,7 +155,7 @@ def test_a_step_with_itself_and_another(tmp_path):
     steps = [open_step(path, LocalStorage()) for path in (first, second)]
     with StepReader(steps[0]) as a, StepReader(steps[0]) as again, StepReader(steps[1]) as b:
         assert set(verdicts(a, again).values()) == {"equal"}
-        found = {each.key: each for each in compare(a, b)}
+        found = {each.key: each for each in compare_steps(a, b)}
         weights = [make_state(seed)[0]["layers.0.up.weight"].double() for seed in (0, 1)]
         apart = found["model/layers.0.up.weight"].distance
         assert apart.max_absolute == float((weights[0] - weights[1]).abs().max())
@@ -172,7 +172,7 @@ def test_one_bit_below_bf16_is_found(tmp_path):
     ]
     a, b = (StepReader(open_step(path, LocalStorage())) for path in paths)
     with a, b:
-        [found] = [each for each in compare(a, b) if each.verdict != "equal"]
+        [found] = [each for each in compare_steps(a, b) if each.verdict != "equal"]
     assert found.key == "model/layers.0.up.weight"
     assert (found.distance.different, found.distance.max_ulp) == (1, 1)
 
@@ -189,7 +189,7 @@ def test_what_cannot_be_compared_is_said(tmp_path):
         (tmp_path / name).mkdir()
         save_file(tensors, tmp_path / name / "model.safetensors")
     with DirectoryReader(tmp_path / "one") as a, DirectoryReader(tmp_path / "two") as b:
-        found = list(compare(a, b))
+        found = list(compare_steps(a, b))
     assert {each.key: each.verdict for each in found} == {
         "a": "only in A",
         "b": "only in B",
