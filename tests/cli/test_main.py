@@ -117,7 +117,7 @@ def test_errors_end_in_their_exit_code_without_a_traceback(
     def fail(*_: object, **__: object) -> None:
         raise raised
 
-    monkeypatch.setattr(command, "run", fail)
+    monkeypatch.setattr(command, "run_given", fail)
     assert main(["rl", "c.yaml"]) == code
     assert capsys.readouterr().err == printed
 
@@ -142,7 +142,7 @@ def test_an_unexpected_error_keeps_its_traceback(
     def fail(*_: object, **__: object) -> None:
         raise ZeroDivisionError("by nothing")
 
-    monkeypatch.setattr(command, "run", fail)
+    monkeypatch.setattr(command, "run_given", fail)
     assert main(["rl", "c.yaml"]) == 1
     written = capsys.readouterr().err
     assert "Traceback" in written
@@ -155,7 +155,7 @@ def test_a_place_that_the_system_refuses_is_a_sentence(
     def fail(*_: object, **__: object) -> None:
         Path("/dev/null/x").mkdir()
 
-    monkeypatch.setattr(command, "run", fail)
+    monkeypatch.setattr(command, "run_given", fail)
     assert main(["rl", "c.yaml"]) == 1
     written = capsys.readouterr().err
     assert written.startswith("error: /dev/null/x ")
@@ -168,7 +168,7 @@ def test_overrides_may_stand_on_both_sides_of_an_option(monkeypatch: pytest.Monk
     def remember(given: Namespace) -> None:
         seen.append((given.command, given.config, given.overrides, given.dry_run))
 
-    monkeypatch.setattr(command, "run", remember)
+    monkeypatch.setattr(command, "run_given", remember)
     assert main(["sft", "c.yaml", "a=1", "--dry-run", "b=-2"]) == 0
     assert main(["sft", "--dry-run", "c.yaml"]) == 0
     assert main(["sft", "a=1", "--dry-run", "b=2"]) == 0
@@ -203,7 +203,7 @@ def test_what_all_ranks_raise_is_said_by_one(
     def stop(*arguments: object, **options: object) -> None:
         raise StoppedError("SIGTERM: saved", signal_number=15)
 
-    monkeypatch.setattr(command, "run", stop)
+    monkeypatch.setattr(command, "run_given", stop)
     assert main(["sft", "c.yaml"]) == 143
     assert capsys.readouterr().err == said
 
