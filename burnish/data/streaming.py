@@ -312,7 +312,7 @@ class Stream(Mixture[Item]):
 
     def _usable(self, part: RowDataset[Item], place: int) -> Item | None:
         try:
-            [item] = part.make([place])
+            item: Any = part.make([place])[0]
         except UsageError as error:
             self._broken += 1
             if self._broken >= _MOST_BROKEN:

@@ -14,11 +14,12 @@ from burnish.checkpoint.write_plan import MAIN
 from burnish.config.schema import RunConfig
 from burnish.data.batching import make_batch
 from burnish.data.loader import State
-from burnish.distributed.collectives import agree, reduce_stats
+from burnish.distributed.collectives import agree, gather_objects, reduce_stats
 from burnish.distributed.layout import Layout
 from burnish.engines.base import Engine
+from burnish.errors import BurnishError
 from burnish.methods.offline import OfflineMethod
-from burnish.records import Batch, Example
+from burnish.records import Batch, Example, TokenOutputs
 from burnish.runs.download_inputs import local_inputs
 from burnish.runs.model_card import model_card
 from burnish.runs.run import Run, Validation, counted
@@ -47,9 +48,26 @@ class Models:
 
     def start_logprobs(self, batch: Batch) -> Batch:
         """Add `ref_logprobs`, the log-probs of the start. Collective."""
-        assert self.start is not None
-        outputs = self.start.forward(batch, adapter=self.start is not self.policy)
-        return batch.with_logprobs("ref_logprobs", outputs)
+        return batch.with_logprobs("ref_logprobs", self._start_outputs(batch))
+
+    def log_ratios(self, batch: Batch) -> dict[int, float]:
+        """Return each example's log π/π_start, summed over its trained tokens, by index in the step. Collective."""
+        policy = self.policy.forward(batch)
+        start = self._start_outputs(batch)
+        tokens = [
+            (one.logprobs - other.logprobs).double().cpu().numpy()
+            for one, other in zip(policy, start, strict=True)
+        ]
+        own = {index: float(each.sum()) for index, each in batch.by_example(tokens).items()}
+        shares = gather_objects(own, self.policy.layout)
+        return {index: ratio for share in shares for index, ratio in share.items()}
+
+    def _start_outputs(self, batch: Batch) -> list[TokenOutputs]:
+        if self.start is None:
+            raise BurnishError(
+                "this method keeps no start", do="set keeps_start = True in its class"
+            )
+        return self.start.forward(batch, adapter=self.start is not self.policy)
 
 
 def examples_of(rows: Sequence[Example | tuple[Example, ...]]) -> list[Example]:

@@ -1,0 +1,204 @@
+"""A method of one's own: the DPO of the guide, as it stands there, against plain torch; and what is refused."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from support.nightly import by_day
+from support.runs.same_runs import assert_same
+from support.runs.training_files import (
+    SFT,
+    At,
+    burnish,
+    done,
+    make_files,
+    metrics,
+    ranks,
+    write_rows,
+)
+from torch.nn.functional import log_softmax, logsigmoid
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import burnish as package
+from burnish.errors import UsageError
+from burnish.method import Method
+from burnish.methods.table import load_method
+
+GUIDE = Path(__file__).parents[2] / "docs" / "guides" / "add-a-method.md"
+BETA, STEPS, MOST_LINES = 0.5, 4, 60
+RUN = ("run", "dpo.py:DPO", "dpo.yaml")
+SETTINGS: dict[str, Any] = {
+    **SFT,
+    "name": "run",
+    "steps": STEPS,
+    "data": {"train": ["pairs.jsonl"], "shuffle": False},
+    "batch": {"examples": 4, "tokens_per_device": 24},
+    "evaluation": {"every": 0},
+    "checkpoint": {"model_dtype": "fp32"},
+    "method": {"beta": BETA},
+}
+PAIRS = [
+    {"prompt": f"{a}+{b}=", "chosen": str(a + b), "rejected": str(a + b + 1) + "0" * (a % 3)}
+    for a in range(4)
+    for b in range(1, 5)
+]
+
+
+@pytest.fixture
+def work(tmp_path: Path) -> Path:
+    make_files(tmp_path)
+    found = re.search(r'^```python title="dpo.py"\n(.*?)^```', GUIDE.read_text(), re.M | re.S)
+    assert found is not None
+    code = found[1]
+    assert len(code.splitlines()) <= MOST_LINES
+    (tmp_path / "dpo.py").write_text(code)
+    (tmp_path / "dpo.yaml").write_text(json.dumps(SETTINGS))
+    write_rows(tmp_path / "pairs.jsonl", PAIRS)
+    return tmp_path
+
+
+def log_likelihood(
+    model: torch.nn.Module, tokenizer: Any, prompt: str, answer: str
+) -> torch.Tensor:
+    before, after = (tokenizer.encode(text, add_special_tokens=False) for text in (prompt, answer))
+    ids = torch.tensor([*before, *after, tokenizer.eos_token_id])
+    logprobs = log_softmax(model(ids[None]).logits[0, :-1].float(), dim=-1)
+    return logprobs.gather(1, ids[1:, None])[len(before) - 1 :].sum()
+
+
+def trained_by_torch(start: Path) -> tuple[dict[str, torch.Tensor], list[float]]:
+    """The weights and losses of the paper's formula, with torch's autograd and AdamW."""
+    model, frozen = (AutoModelForCausalLM.from_pretrained(start, dtype=torch.float32) for _ in "ab")
+    tokenizer = AutoTokenizer.from_pretrained(start)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.0)
+    losses = []
+    for step in range(STEPS):
+        loss = torch.zeros(())
+        for row in PAIRS[4 * step : 4 * step + 4]:
+            answers = [(row["prompt"], row[column]) for column in ("chosen", "rejected")]
+            with torch.no_grad():
+                before = [log_likelihood(frozen, tokenizer, *each) for each in answers]
+            now = [log_likelihood(model, tokenizer, *each) for each in answers]
+            margin = BETA * ((now[0] - before[0]) - (now[1] - before[1]))
+            loss = loss - logsigmoid(margin) / 4
+        loss.backward()  # type: ignore[no-untyped-call]
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    return dict(model.state_dict()), losses
+
+
+def model_of(run: Path) -> dict[str, torch.Tensor]:
+    return load_file(run / "checkpoints" / f"step-{STEPS:08d}" / "model" / "model.safetensors")
+
+
+def near(found: Mapping[str, Any], wanted: Mapping[str, Any], tolerance: float) -> None:
+    for name, tensor in found.items():
+        np.testing.assert_allclose(
+            tensor.numpy(), wanted[name].numpy(), atol=tolerance, err_msg=name
+        )
+
+
+def test_it_is_dpo_on_one_process_and_two(work: Path) -> None:
+    start = done(
+        work, "sft", "sft.yaml", "name=start", "steps=1", "optim.lr=0", "evaluation.every=0"
+    )
+    model = f"{start}/checkpoints/step-00000001/model"
+    begun = [f"model.path={model}", "model.fresh=null"]
+    alone = done(work, *RUN, *begun)
+    wanted, losses = trained_by_torch(Path(model))
+    rows = metrics(alone)
+    np.testing.assert_allclose([row["train/dpo_loss"] for row in rows], losses, rtol=1e-5)
+    assert rows[0]["train/accuracy"] == 0.0  # no margin before the first step
+    near(model_of(alone), wanted, 2e-5)
+    both = done(work, *RUN, *begun, "name=both", world=2)
+    near(model_of(both), model_of(alone), 2e-5)
+    assert (work / "runs/both/environment.json").read_text().count('"dpo"') == 1
+
+
+@pytest.mark.parametrize("world", by_day([1, 2], [1]))
+def test_a_killed_run_goes_on_to_the_bit(work: Path, world: int) -> None:
+    saves = ["checkpoint.save_every=1"]
+    whole = done(work, *RUN, *saves, world=world)
+    at = At("burnish.methods.parts.offline_training:make_batch", 4, signal.SIGKILL)
+    commands = ranks(work, [*RUN, *saves, "name=killed"], world, at=at)
+    assert all(command.wait() != 0 for command in commands)
+    assert (work / "runs/killed/checkpoints/step-00000002").is_dir()
+    assert_same(done(work, *RUN, *saves, "name=killed", world=world), whole)
+
+
+def test_an_adapter_learns_with_it_turned_off_as_the_start(work: Path) -> None:
+    start = done(work, "sft", "sft.yaml", "name=start", "steps=1", "evaluation.every=0")
+    model = f"model.path={start}/checkpoints/step-00000001/model"
+    run = done(work, *RUN, model, "model.fresh=null", "model.lora.rank=4")
+    losses = [row["train/dpo_loss"] for row in metrics(run)]
+    assert losses[0] == pytest.approx(np.log(2))  # the adapter begins as nothing
+    assert losses[-1] != pytest.approx(losses[0])
+
+
+def test_a_dry_run_says_what_is_meant(work: Path) -> None:
+    code, output = burnish(work, *RUN, "--dry-run")
+    assert code == 0, output
+    assert "burnish run dpo.py:DPO dpo.yaml" in output
+    assert not (work / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("argv", "facts"),
+    [
+        ((*RUN, "method.beta=much"), ["method", "beta"]),
+        ((*RUN, "method.gamma=1.0"), ["method", "gamma", "beta"]),
+        ((*RUN, "data.train=[train.jsonl]"), ["chosen"]),
+        (("run", "dpo.py:Dpo", "dpo.yaml"), ["dpo.py", "Dpo"]),
+        (("run", "rewards.py:letters", "dpo.yaml"), ["rewards.py:letters", "class"]),
+        (("run", "nothing", "dpo.yaml"), ["nothing"]),
+        (("sft", "dpo.yaml", "data.completion_column=chosen", "--dry-run"), ["method", "beta"]),
+    ],
+)
+def test_mistakes_end_before_anything_is_written(
+    work: Path, argv: tuple[str, ...], facts: list[str]
+) -> None:
+    code, output = burnish(work, *argv)
+    assert code in (2, 5), output
+    said = output.partition("error: ")[2]
+    assert [fact for fact in facts if fact not in said] == [], output
+    assert "Traceback" not in output
+    assert not list((work / "runs").glob("*/checkpoints/step-*"))
+
+
+def test_a_changed_file_is_another_formula(work: Path) -> None:
+    done(work, *RUN, "checkpoint.save_every=2")
+    with (work / "dpo.py").open("a") as file:
+        file.write("# another word\n")
+    code, output = burnish(work, *RUN, "checkpoint.save_every=2", "steps=6")
+    assert code == 4, output
+    assert "formula" in output
+
+
+def test_what_is_no_method_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text(
+        "import burnish\n"
+        "class Unnamed(burnish.OfflineMethod): title = 'x'\n"
+        "class Taken(burnish.OfflineMethod): name, title = 'sft', 'x'\n"
+        "class Abstract(burnish.Method): name, title = 'x', 'y'\n"
+        "class Good(burnish.OfflineMethod): name, title = 'x', 'y'\n"
+    )
+    for name in ("Unnamed", "Taken", "Abstract"):
+        with pytest.raises(UsageError, match=name):
+            load_method(f"mine.py:{name}")
+    good = load_method("mine.py:Good")
+    assert isinstance(good, Method)
+    assert good.command == ["run", "mine.py:Good"]
+    assert load_method("rl").command == ["rl"]
+    assert issubclass(package.OfflineMethod, package.Method)
