@@ -1,4 +1,4 @@
-"""Make data sets of prompts (RL, evaluation) and of examples (SFT) from a table of rows.
+"""Make data sets of prompts (RL, evaluation) from a table of rows; `burnish.data.examples` makes those of examples.
 
 Ranks tokenize all rows once, to find bad ones before expensive work. They keep only the lengths.
 """
@@ -20,19 +20,17 @@ import xxhash
 from transformers import PreTrainedTokenizerBase
 
 from burnish.config.schema import DataConfig
-from burnish.data.chat import ChatEncoder, Conversation, Encoded, Text
+from burnish.data.chat import ChatEncoder
 from burnish.data.columns import (
     ANSWER_COLUMNS,
     READERS,
     Row,
     answer_column,
     beside,
-    example_format,
     holds_chats,
     prompt_at,
     prompt_column,
     system_of,
-    text_of,
     value_at,
 )
 from burnish.data.loader import MEASURED, Difficulty
@@ -41,7 +39,7 @@ from burnish.data.sources import Rows
 from burnish.distributed.collectives import agree, any_rank, gather_objects
 from burnish.distributed.layout import Layout
 from burnish.errors import UsageError, few
-from burnish.records import Example, Prompt, TokenIds
+from burnish.records import Prompt, TokenIds
 from burnish.tracking.progress import Bar, Progress
 
 if TYPE_CHECKING:
@@ -87,6 +85,8 @@ class ItemSequence(Sequence[Item], ABC):
 class RowDataset(ItemSequence[Item]):
     """Make items from rows on access."""
 
+    encoder: type[ChatEncoder] = ChatEncoder
+    """Encodes the rows."""
     lengths: npt.NDArray[np.int64]
     """Tokens of each item, shape [len(self)]."""
     first_index: int
@@ -113,7 +113,7 @@ class RowDataset(ItemSequence[Item]):
         self._most = np.inf if limit is None else limit
         # Arrow fills the keys that a row lacks with nulls.
         self._exact = READERS[PurePath(rows.files[0]).suffix] not in ("parquet", "arrow")
-        self._encoder = ChatEncoder(tokenizer, data, limit, eos_token_ids, strict=strict)
+        self._encoder = self.encoder(tokenizer, data, limit, eos_token_ids, strict=strict)
         self._strict = strict
         self._eos = tuple(eos_token_ids)
         self._told: set[str] = set()
@@ -405,88 +405,6 @@ class PromptDataset(RowDataset[Prompt]):
         messages = self._opened(messages, row)
         tools = self._tools(row, name)
         return self._encoder.prompt(messages, name, tools, others), messages
-
-
-class ExampleDataset(RowDataset[Example]):
-    """Examples for supervised fine-tuning: a `Sequence[Example]`.
-
-    A row is a chat, trained on all assistant turns; a prompt and completion, each text or messages, trained on the completion;
-    Alpaca's instruction and output, which become a chat; or plain text, trained on whole. Two strings are joined unchanged. A
-    string beside messages becomes a message. Text and string completions end with the end-of-sequence token.
-
-    `data.overlong` decides on examples over `max_length` tokens. Those without trained tokens are dropped (`dropped_untrained`).
-    """
-
-    def __init__(  # noqa: PLR0913
-        self,
-        rows: Rows,
-        tokenizer: PreTrainedTokenizerBase,
-        data: DataConfig,
-        max_length: int | None = None,
-        progress: Progress | None = None,
-        layout: Layout | None = None,
-        eos_token_ids: Sequence[int] = (),
-        *,
-        strict: bool = False,
-        limit_name: str = "data.max_length",
-    ) -> None:
-        """See `PromptDataset`; `eos_token_ids` end the model's completions. `strict`: see `ChatEncoder`. Collective.
-
-        `limit_name` names `max_length` in messages.
-        """
-        super().__init__(
-            rows, tokenizer, data, max_length, limit_name, layout, eos_token_ids, strict=strict
-        )
-        self._kind, self._columns = example_format(data, rows)
-        self._used = self._columns
-        if self._kind == "pair" and all(
-            isinstance(prompt_at(rows[0], n), str) for n in self._columns
-        ):
-            self._notice_raw(self._columns[0])
-        self._scan(progress)
-
-    def _read(self, index: int, row: Row) -> Conversation | Text:
-        name, others = self.rows.where(index), self._beside(row, targets=True)
-        if self._kind == "text":
-            self._require_no_chat_settings(name)
-            text = text_of(value_at(row, self._columns[0]), self._columns[0], name)
-            return Text(text, name=name, beside=others)
-        if self._kind == "chat":
-            messages = self._messages(value_at(row, self._columns[0]), name)
-            messages = self._opened(messages, row)
-            return Conversation(messages, name, tools=self._tools(row, name), beside=others)
-        prompt, completion = (prompt_at(row, column) for column in self._columns)
-        strings = isinstance(prompt, str) and isinstance(completion, str)
-        if strings and self._data.string_prompts == "raw":
-            self._require_no_chat_settings(name)
-            return Text(completion, prompt, name, others)
-        before = self._messages(prompt, f"the prompt of {name}", "user")
-        after = self._messages(completion, f"the completion of {name}", "assistant")
-        before = self._opened(before, row)
-        # As in LLaMA-Factory, the answers in an Alpaca row's history are trained on.
-        is_alpaca = isinstance(prompt, list) and isinstance(row.get(self._columns[0]), str)
-        context = 0 if is_alpaca else len(before)
-        return Conversation(before + after, name, context, self._tools(row, name), others)
-
-    def _measure(self, indices: range, rows: list[Row]) -> list[tuple[int, bytes]]:
-        return [
-            (len(ids) if mask.any() or len(ids) > self._most else 0, ids.tobytes() + mask.tobytes())
-            for ids, mask in self._encode(indices, rows)
-        ]
-
-    def make(self, indices: Sequence[int]) -> list[Example]:
-        """Return rows' examples."""
-        encoded = self._encode(indices, [self.rows[index] for index in indices])
-        self._warn_streamed()
-        return [Example(token_ids=ids, loss_mask=mask) for ids, mask in encoded]
-
-    def _encode(self, indices: Sequence[int], rows: list[Row]) -> list[Encoded]:
-        shaped = [self._read(index, row) for index, row in zip(indices, rows, strict=True)]
-        chats = iter(
-            self._encoder.conversations([x for x in shaped if isinstance(x, Conversation)])
-        )
-        texts = iter(self._encoder.texts([x for x in shaped if isinstance(x, Text)]))
-        return [next(chats) if isinstance(x, Conversation) else next(texts) for x in shaped]
 
 
 class Mixture(ItemSequence[Item]):

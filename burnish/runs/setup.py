@@ -17,7 +17,7 @@ from burnish.checkpoint.save import ModelContents
 from burnish.config.schema import DataConfig, EngineConfig, ModelConfig, OptimConfig, RunConfig
 from burnish.data.loader import MEASURED, Loader, MeasuredLoader, MixedLoader
 from burnish.data.sources import Rows, load_rows
-from burnish.data.tasks import ExampleDataset, ItemSequence, Mixture, PromptDataset
+from burnish.data.tasks import ItemSequence, Mixture, PromptDataset
 from burnish.data.tokenizer import (
     eos_token_ids,
     load_tokenizer,
@@ -51,6 +51,7 @@ from burnish.runs.verify_inputs import Intact
 from burnish.tracking.progress import Progress
 
 if TYPE_CHECKING:
+    from burnish.data.examples import ExampleDataset
     from burnish.data.streaming import Stream
 
 _MEGABYTE = 1_000_000
@@ -406,6 +407,8 @@ def example_dataset(
     name = min(limits, key=limits.__getitem__)
     tokenizer, layout = foundation.tokenizer, foundation.layout
     ends = foundation.eos_token_ids
+    from burnish.data.examples import ExampleDataset
+
     return ExampleDataset(
         rows, tokenizer, data, limits[name], progress, layout, ends, strict=True, limit_name=name
     )

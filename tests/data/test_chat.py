@@ -11,11 +11,12 @@ from transformers import PreTrainedTokenizerFast
 
 from burnish.config.constraints import _RENDERING
 from burnish.config.schema import DataConfig
-from burnish.data.chat import ChatEncoder, Conversation, Text
+from burnish.data.chat import Conversation
+from burnish.data.example_encoder import ExampleEncoder, Text
 from burnish.errors import UsageError
 
-PLAIN = ChatEncoder(char_tokenizer(CHATML))
-MARKED = ChatEncoder(char_tokenizer(CHATML_MARKED))
+PLAIN = ExampleEncoder(char_tokenizer(CHATML))
+MARKED = ExampleEncoder(char_tokenizer(CHATML_MARKED))
 
 # What thinking models do: thoughts stay in the last turn only.
 FORGETFUL = (
@@ -93,7 +94,7 @@ def test_a_prompt_whose_thoughts_go_once_the_completion_follows_is_context():
     """With generation marks: the prompt alone still has its thoughts, as no user has spoken since."""
     later = "messages[loop.index:] | selectattr('role', 'equalto', 'user') | list"
     thought = f"{{{{ '' if {later} else '(hm)' }}}}"
-    encoder = ChatEncoder(
+    encoder = ExampleEncoder(
         char_tokenizer(CHATML_MARKED.replace("{% generation %}", f"{{% generation %}}{thought}"))
     )
     messages = chat(user("a"), bot("call"), ("tool", "r"), bot("x"), user("b"), bot("y"))
@@ -161,33 +162,33 @@ def test_tools_stand_where_the_template_puts_them_and_are_context(template):
     tokenizer = char_tokenizer(
         "{% for tool in tools or [] %}{{ tool.function.name }};{% endfor %}" + template
     )
-    encoder, messages = ChatEncoder(tokenizer), chat(user("a"), bot("b"), user("c"), bot("d"))
+    encoder, messages = ExampleEncoder(tokenizer), chat(user("a"), bot("b"), user("c"), bot("d"))
     plain = encoder.conversations([Conversation(messages, "row 0", trained_from=2)])[0]
     given = encoder.conversations([Conversation(messages, "row 0", 2, [TOOL])])[0]
     assert spelled(encoder, given) == "look;" + spelled(encoder, plain)
     assert encoder.prompt(messages[:1], "row 0", [TOOL]) == "look;" + encoder.prompt(
         messages[:1], "row 0"
     )
-    own = ChatEncoder(tokenizer, DataConfig(chat_template_kwargs={"tools": [TOOL, TOOL]}))
+    own = ExampleEncoder(tokenizer, DataConfig(chat_template_kwargs={"tools": [TOOL, TOOL]}))
     assert own.prompt(messages[:1], "row 0").startswith("look;look;<")
     assert own.prompt(messages[:1], "row 0", [TOOL]).startswith("look;<")
 
 
 def test_an_end_of_turn_outside_the_marks_is_trained_on_too():
-    encoder = ChatEncoder(char_tokenizer(END_OUTSIDE))
+    encoder = ExampleEncoder(char_tokenizer(END_OUTSIDE))
     encoded = encoder.conversations([Conversation(chat(user("a"), bot("x")), "row 0")])[0]
     assert spelled(encoder, encoded).endswith("assistant\n[x<|im_end|>]\n")
 
 
 def test_without_an_end_token_the_whole_turn_is_trained_on():
-    encoder = ChatEncoder(char_tokenizer(NO_END, eos_token="<eos>"))
+    encoder = ExampleEncoder(char_tokenizer(NO_END, eos_token="<eos>"))
     row = Conversation(chat(user("a"), bot("x"), user("b"), bot("y")), "row 0")
     text = spelled(encoder, encoder.conversations([row])[0])
     assert text == "user: a\nassistant: [x\n]user: b\nassistant: [y\n]"
 
 
 def test_a_template_that_forgets_thoughts_is_masked_as_it_renders():
-    encoder = ChatEncoder(char_tokenizer(FORGETFUL))
+    encoder = ExampleEncoder(char_tokenizer(FORGETFUL))
     row = Conversation(chat(user("a"), bot("x"), user("b"), bot("y")), "row 0")
     text = spelled(encoder, encoder.conversations([row])[0])
     assert text == (
@@ -197,7 +198,7 @@ def test_a_template_that_forgets_thoughts_is_masked_as_it_renders():
 
 
 def test_a_template_that_is_not_prefix_stable_is_refused():
-    encoder = ChatEncoder(char_tokenizer(COUNTING))
+    encoder = ExampleEncoder(char_tokenizer(COUNTING))
     rows = [
         Conversation(chat(user("a")), "row 6"),
         Conversation(chat(user("a"), bot("x")), "row 7"),
@@ -210,7 +211,7 @@ def test_a_template_that_is_not_prefix_stable_is_refused():
 
 def test_a_template_that_rewrites_a_turn_without_an_end_token_is_refused():
     template = NO_END.replace("m['content']", "(m['content'] if loop.last else '...')")
-    encoder = ChatEncoder(char_tokenizer(template, eos_token="<eos>"))
+    encoder = ExampleEncoder(char_tokenizer(template, eos_token="<eos>"))
     row = Conversation(chat(user("a"), bot("x"), user("b"), bot("y")), "row 0")
     with pytest.raises(UsageError, match="message 1 of row 0"):
         encoder.conversations([row])
@@ -228,7 +229,7 @@ def test_what_the_template_refuses_is_named():
         "{% if messages[0]['role'] != 'user' %}{{ raise_exception('user first') }}{% endif %}"
         + CHATML
     )
-    encoder = ChatEncoder(char_tokenizer(template))
+    encoder = ExampleEncoder(char_tokenizer(template))
     with pytest.raises(UsageError, match="row 3") as caught:
         encoder.conversations([Conversation(MULTI, "row 3")])
     assert "system, user, assistant, user, assistant" in caught.value.have
@@ -236,7 +237,7 @@ def test_what_the_template_refuses_is_named():
 
 def test_a_conversation_needs_a_chat_template():
     with pytest.raises(UsageError, match=r"model\.chat_template"):
-        ChatEncoder(char_tokenizer(None)).conversations([Conversation(MULTI, "row 0")])
+        ExampleEncoder(char_tokenizer(None)).conversations([Conversation(MULTI, "row 0")])
 
 
 def test_prompts_are_open_for_the_assistant():
@@ -267,7 +268,7 @@ def test_plain_text_trains_on_all_but_its_first_token():
 
 
 def test_without_an_eos_nothing_is_appended():
-    encoder = ChatEncoder(char_tokenizer(None, eos_token=None))
+    encoder = ExampleEncoder(char_tokenizer(None, eos_token=None))
     assert spelled(encoder, encoder.texts([Text("b", "a")])[0]) == "a[b]"
 
 
@@ -301,7 +302,7 @@ def trained_text(tokenizer, encoded):
 def test_a_prompt_keeps_the_ids_it_has_alone_where_tokens_would_merge():
     tokenizer = bpe_tokenizer()
     assert len(tokenizer("ab")["input_ids"]) == 1
-    ids, mask = ChatEncoder(tokenizer).texts([Text("b", "a")])[0]
+    ids, mask = ExampleEncoder(tokenizer).texts([Text("b", "a")])[0]
     assert ids.tolist() == [*tokenizer("a")["input_ids"], *tokenizer("b")["input_ids"], 1]
     assert mask.tolist() == [False, True, True]
 
@@ -309,7 +310,7 @@ def test_a_prompt_keeps_the_ids_it_has_alone_where_tokens_would_merge():
 def test_a_token_merged_with_the_start_of_an_answer_is_trained_on():
     tokenizer = bpe_tokenizer(CHATML)
     row = Conversation(chat(user("q"), bot("\nab")), "row 0")
-    encoded = ChatEncoder(tokenizer).conversations([row])[0]
+    encoded = ExampleEncoder(tokenizer).conversations([row])[0]
     whole = tokenizer.apply_chat_template(row.messages)["input_ids"]
     assert encoded[0].tolist() == whole
     assert trained_text(tokenizer, encoded) == "\n\nab<|im_end|>"
@@ -318,7 +319,7 @@ def test_a_token_merged_with_the_start_of_an_answer_is_trained_on():
 @pytest.mark.parametrize("template", [CHATML, CHATML_MARKED, END_OUTSIDE])
 def test_a_last_character_of_several_tokens_is_trained_on_with_the_end(template):
     """`transformers` marks only its first byte."""
-    encoder = ChatEncoder(tokenizer := bpe_tokenizer(template))
+    encoder = ExampleEncoder(tokenizer := bpe_tokenizer(template))
     row = Conversation(chat(user("\U0001f600"), bot("ab\U0001f600")), "row 0")
     encoded = encoder.conversations([row])[0]
     assert trained_text(tokenizer, encoded) == "ab\U0001f600<|im_end|>"
@@ -326,7 +327,7 @@ def test_a_last_character_of_several_tokens_is_trained_on_with_the_end(template)
 
 def test_a_special_token_at_the_start_stays_and_one_at_the_end_is_not_part_of_a_prompt():
     tokenizer = bpe_tokenizer(post="<s> $A </s>")
-    encoder = ChatEncoder(tokenizer)
+    encoder = ExampleEncoder(tokenizer)
     assert encoder.ids(["a"], special=True)[0] == tokenizer("a")["input_ids"][:-1]
     ids, mask = encoder.texts([Text("ab", "q ")])[0]
     assert tokenizer.decode(ids) == "<s>q ab</s>"
@@ -340,7 +341,7 @@ def test_one_id_that_begins_and_ends_texts_takes_nothing_away():
     tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
         single="<eos> $A", special_tokens=[("<eos>", tokenizer.eos_token_id)]
     )
-    encoder = ChatEncoder(tokenizer)
+    encoder = ExampleEncoder(tokenizer)
     assert tokenizer.decode(encoder.ids(["2+3="], special=True)[0]) == "<eos>2+3="
     ids, mask = encoder.texts([Text("5", "2+3=")])[0]
     assert (tokenizer.decode(ids), tokenizer.decode(ids[mask])) == ("<eos>2+3=5<eos>", "5<eos>")
@@ -356,7 +357,7 @@ def test_no_space_comes_between_a_prompt_and_what_follows():
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=words, unk_token="<unk>", eos_token="</s>", pad_token="</s>"
     )
-    encoder = ChatEncoder(tokenizer)
+    encoder = ExampleEncoder(tokenizer)
     for prompt, text in (("Answer: ", "42"), ("Answer:", " 42"), ("Answer: 4", "2")):
         ids, mask = encoder.texts([Text(text, prompt)])[0]
         assert tokenizer.decode(ids[:-1]) == prompt + text

@@ -20,7 +20,8 @@ from support.models.chat_templates import (
 )
 
 from burnish.config.schema import DataConfig
-from burnish.data.chat import ChatEncoder, Conversation
+from burnish.data.chat import Conversation
+from burnish.data.example_encoder import ExampleEncoder
 from burnish.errors import UsageError
 
 SYSTEM = {"role": "system", "content": "s"}
@@ -44,7 +45,7 @@ def trained(
     tokenizer = tokenizer_of(template)
     row = Conversation(messages, "row 0", trained_from)
     eos_ids = tokenizer.convert_tokens_to_ids(list(eos))
-    ids, mask = ChatEncoder(tokenizer, eos_token_ids=eos_ids).conversations([row])[0]
+    ids, mask = ExampleEncoder(tokenizer, eos_token_ids=eos_ids).conversations([row])[0]
     rendered = tokenizer.apply_chat_template(messages)["input_ids"]
     assert ids.tolist() == [*rendered, *tokenizer.convert_tokens_to_ids(list(added))]
     text, inside = "", False
@@ -109,12 +110,12 @@ def test_thoughts_that_the_prompt_opens_and_the_last_turn_lacks_are_refused() ->
 
 def test_a_switch_of_thoughts_that_is_not_as_the_rows_is_named() -> None:
     rows = [Conversation(talk("a", "<think>\nhm\n</think>\n\nx"), "row 0")]
-    off = ChatEncoder(
+    off = ExampleEncoder(
         tokenizer_of(HYBRID), DataConfig(chat_template_kwargs={"enable_thinking": False})
     )
     with pytest.raises(UsageError, match=r"enable_thinking in data\.chat_template_kwargs"):
         off.conversations(rows)
-    assert ChatEncoder(tokenizer_of(HYBRID)).conversations(rows)[0][1].any()
+    assert ExampleEncoder(tokenizer_of(HYBRID)).conversations(rows)[0][1].any()
 
 
 @pytest.mark.parametrize("thoughts", [{}, {"thinking": "hm"}])

@@ -20,8 +20,9 @@ from support.models.tokenizers import char_tokenizer
 from support.nightly import draws
 
 from burnish.config.schema import DataConfig
+from burnish.data.examples import ExampleDataset
 from burnish.data.sources import load_rows
-from burnish.data.tasks import ExampleDataset, PromptDataset
+from burnish.data.tasks import PromptDataset
 from burnish.errors import UsageError
 
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")

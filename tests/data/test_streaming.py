@@ -23,9 +23,10 @@ from support.services.fault_proxy import Fault
 from support.services.hub import HubServer, hub_variables, running_hub
 
 from burnish.config.schema import DataConfig
+from burnish.data.examples import ExampleDataset
 from burnish.data.loader import order
 from burnish.data.streaming import Stream, StreamedFile, StreamLoader, open_rows
-from burnish.data.tasks import ExampleDataset, PromptDataset
+from burnish.data.tasks import PromptDataset
 from burnish.distributed.layout import Layout
 from burnish.errors import IncompatibleError, MissingError, UsageError
 from burnish.files.remote import Remote

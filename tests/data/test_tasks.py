@@ -16,8 +16,9 @@ from transformers import PretrainedConfig
 
 from burnish.config.schema import DataConfig, RunConfig
 from burnish.data import tasks
+from burnish.data.examples import ExampleDataset
 from burnish.data.sources import load_rows
-from burnish.data.tasks import ExampleDataset, PromptDataset
+from burnish.data.tasks import PromptDataset
 from burnish.distributed.layout import Layout
 from burnish.errors import MissingError, UsageError
 from burnish.runs.setup import example_dataset

@@ -11,7 +11,8 @@ from support.models.chat_templates import HARMONY, THINKING
 from support.models.tokenizers import CHATML, char_tokenizer
 
 from burnish.config.schema import DataConfig
-from burnish.data.chat import ChatEncoder, Conversation
+from burnish.data.chat import Conversation
+from burnish.data.example_encoder import ExampleEncoder
 from burnish.data.messages import messages_of
 from burnish.data.template import ChatTemplate
 from burnish.data.tokenizer import load_tokenizer, single_template
@@ -119,7 +120,7 @@ def test_thoughts_are_found_under_the_key_that_the_template_reads(key: str) -> N
 
 def test_documents_reach_a_template_that_reads_them() -> None:
     template = "{% for d in documents or [] %}{{ d.text }};{% endfor %}" + CHATML
-    encoder = ChatEncoder(char_tokenizer(template))
+    encoder = ExampleEncoder(char_tokenizer(template))
     beside = {"documents": [{"text": "the source"}]}
     row = Conversation(said("a", "b"), "row 0", beside=beside)
     text = char_tokenizer().decode(encoder.conversations([row])[0][0])
@@ -138,7 +139,7 @@ TOOL = {"type": "function", "function": {"name": "look"}}
 
 def test_one_of_several_templates_is_chosen_as_transformers_does() -> None:
     tokenizer = named(default=CHATML, tool_use="{{ tools[0].function.name }}" + CHATML, rag=CHATML)
-    encoder = ChatEncoder(tokenizer)
+    encoder = ExampleEncoder(tokenizer)
     rows = [Conversation(said("a", "b"), f"row {i}", tools=t) for i, t in enumerate([None, [TOOL]])]
     texts = [char_tokenizer().decode(ids) for ids, _ in encoder.conversations([*rows, rows[0]])]
     wanted = [
@@ -147,7 +148,7 @@ def test_one_of_several_templates_is_chosen_as_transformers_does() -> None:
     assert texts == [*wanted, wanted[0]]
     assert wanted[1].startswith("tool_use:look")
     assert encoder.prompt(said("a"), "row 0", [TOOL]).startswith("tool_use:look")
-    chosen = ChatEncoder(tokenizer, DataConfig(chat_template_name="rag"))
+    chosen = ExampleEncoder(tokenizer, DataConfig(chat_template_name="rag"))
     assert chosen.prompt(said("a"), "row 0", [TOOL]).startswith("rag:")
 
 
@@ -164,7 +165,7 @@ def test_the_only_named_template_is_used_and_others_have_to_be_named() -> None:
         with pytest.raises(UsageError):
             single_template(tokenizer, name)
         with pytest.raises(UsageError):
-            ChatEncoder(tokenizer, DataConfig(chat_template_name=name))
+            ExampleEncoder(tokenizer, DataConfig(chat_template_name=name))
 
 
 def test_all_named_templates_stay_with_the_tokenizer(tmp_path: Path) -> None:

@@ -13,9 +13,10 @@ from support.models.tokenizers import CHATML, CHATML_MARKED, char_tokenizer
 from support.ranks.processes import run_ranks
 
 from burnish.config.schema import DataConfig
+from burnish.data.examples import ExampleDataset
 from burnish.data.sources import load_rows
 from burnish.data.streaming import Stream, StreamLoader, open_rows
-from burnish.data.tasks import ExampleDataset, PromptDataset
+from burnish.data.tasks import PromptDataset
 from burnish.distributed.layout import Layout
 from burnish.errors import UsageError
 

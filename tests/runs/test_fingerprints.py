@@ -13,8 +13,9 @@ from support.models.tokenizers import char_tokenizer
 from support.ranks.processes import run_ranks
 
 from burnish.config.schema import AlgorithmConfig, DataConfig, RewardFunctionConfig, RunConfig
+from burnish.data.examples import ExampleDataset
 from burnish.data.sources import load_rows
-from burnish.data.tasks import ExampleDataset, PromptDataset
+from burnish.data.tasks import PromptDataset
 from burnish.distributed.layout import Layout
 from burnish.errors import BurnishError, IncompatibleError
 from burnish.methods.table import METHODS
