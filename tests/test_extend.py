@@ -7,20 +7,32 @@ import json
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from contracts.engine import make_examples, train, train_by_hand
+from contracts.generator import GeneratorContract
+from support.models.engines import CPU, make_engine
+from support.models.tiny import VOCAB, save_tiny
 from support.ranks.fork_server import TESTS, with_given_path
+from support.ranks.processes import run_ranks
 from support.runs.training_files import At, burnish, done, make_files, metrics, outcome, ranks
 from support.services import shelf
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from burnish.boxes.shards import Publication
 from burnish.config.load import read_config
+from burnish.distributed.layout import Layout
 from burnish.errors import UsageError
 from burnish.extend import DESTINATIONS, ENGINES, GENERATORS, SOURCES, TRACKERS, Table, _lacking
 from burnish.extend import METHODS as METHODS_OF_OTHERS
 from burnish.functions import load_function
 from burnish.methods.table import METHODS
+from burnish.models.names import model_shards
+from burnish.rollout.base import Generator
 
 SHELF = Path(str(shelf.__file__))
 PACKAGE = TESTS / "support" / "example_package"
@@ -189,6 +201,49 @@ def test_a_name_of_two_packages_is_refused(
         TRACKERS.target("lines", "tracking.trackers")
     assert "other" in str(caught.value.have)
     assert "burnish-example" in str(caught.value.have)
+
+
+def of_package(name: str) -> str:
+    return f"{PACKAGE / 'burnish_example.py'}:{name}"
+
+
+@pytest.mark.nightly
+class TestContractOfAGenerator(GeneratorContract):
+    """A generator of one's own holds the contract of the built-in ones."""
+
+    def make(
+        self, model: PreTrainedModel, *, slots: int = 4, eos: Sequence[int] = (), version: int = 1
+    ) -> Generator:
+        generator = GENERATORS.load(of_package("GeneratorAround"), "rollout.engine")(
+            model.config,
+            layout=Layout(),
+            device=CPU,
+            dtype=torch.float32,
+            slots=slots,
+            eos_token_ids=eos,
+            decode=str,
+            max_length=1 << 20,
+        )
+        generator.load_weights(Publication(model_shards(model)), version)
+        return generator
+
+
+def test_an_engine_of_ones_own_holds_the_contract(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    path = save_tiny(tmp_path / "m", "llama", torch.float32)
+    oracle = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    wanted = train_by_hand(oracle, make_examples(VOCAB))
+    [found] = run_ranks(train_own, 1, path)
+    assert found["losses"] == pytest.approx(wanted["losses"], rel=2e-6)
+    assert found["norms"] == pytest.approx(wanted["norms"], rel=1e-5)
+
+
+def train_own(layout: Layout, path: Path) -> dict[str, Any]:
+    engine = make_engine(layout, path, kind=of_package("NotingEngine"))
+    assert type(engine).__name__ == "NotingEngine"
+    return train(engine, make_examples(VOCAB), 2)
 
 
 @pytest.mark.nightly

@@ -58,6 +58,7 @@ def require_inputs(config: RunConfig, method: Method, run_dir: Path | None = Non
     if method.generates:
         problems += _rewards(config.reward)
         engine = config.rollout.engine
+        problems += _code(engine, "rollout.engine")
         if engine in _ENGINES and config.rollout.place == "child":
             do = f"{install(engine)}, or set rollout.engine=builtin"
             problems += _package(engine, f"rollout.engine: {engine}", _ENGINES[engine], do)
@@ -145,6 +146,7 @@ def _models(
             f"{install('lora')}, or remove model.lora",
         )
         yield from _package("peft", "model.lora", want, do)
+    yield from _code(engine.kind, "engine.kind")
     if engine.kind == "megatron":
         do = f"{install('megatron')}, or set engine.kind=torch"
         yield from _package("megatron", "engine.kind megatron", "megatron-core 0.16", do)
@@ -218,24 +220,31 @@ def _rewards(rewards: RewardConfig) -> Iterator[BurnishError]:
                 yield from _caught(_directory(model.path, f"reward.models[{index}].path", members))
     for index, reward in enumerate(rewards.functions):
         setting = f"reward.functions[{index}].function"
-        module, colon, _ = reward.function.rpartition(":")
         if reward.function == "math_verify":
             want, do = "math-verify, which compares expressions", install("math")
             yield from _package("math_verify", setting, want, f"{do}, or name another function")
-        if colon and module.endswith(".py"):
-            yield from _file(module, setting)
-        elif not colon and reward.function not in BUILTINS:
+        if ":" not in reward.function and reward.function not in BUILTINS:
             yield no_function(reward.function, setting, BUILTINS)
-        elif colon and not _importable(module.partition(".")[0]):
-            yield MissingError(
-                f"{setting}: there is no module {module}",
-                have=reward.function,
-                want="module:function that Python can import, or file.py:function",
-                do=f"correct {setting}, or install the module",
-            )
+        yield from _code(reward.function, setting)
+
+
+def _code(name: str, setting: str) -> Iterator[BurnishError]:
+    """Yield an error if the file or module of `file.py:name` or `module:name` does not exist."""
+    module, colon, _ = name.rpartition(":")
+    if colon and module.endswith(".py"):
+        yield from _file(module, setting)
+    elif colon and not _importable(module.partition(".")[0]):
+        yield MissingError(
+            f"{setting}: there is no module {module}",
+            have=name,
+            want="module:name that Python can import, or file.py:name",
+            do=f"correct {setting}, or install the module",
+        )
 
 
 def _trackers(names: Sequence[str]) -> Iterator[BurnishError]:
+    for name in names:
+        yield from _code(name, "tracking.trackers")
     for name in _SERVICES.intersection(names):
         do = f"{install(name)}, or take {name} out of tracking.trackers"
         yield from _package(name, f"tracking.trackers {name}", f"{name}'s own client", do)
