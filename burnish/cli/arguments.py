@@ -13,7 +13,6 @@ from typing import Any
 from burnish.errors import UsageError, together
 from burnish.files.strict_json import clipped
 from burnish.functions import did_you_mean
-from burnish.methods.table import METHODS
 from burnish.version import __version__
 
 # More are a slip of the finger.
@@ -70,18 +69,13 @@ DIFFERS = 6
 
 _METHOD = "CONFIG key=value --dry-run --devices --processes --ray"
 _MEASURE = "CONFIG|RUN_DIR|MODEL key=value --dry-run --json"
-_TRAINERS = tuple(name for name, method in METHODS.items() if method.trains)
-# Each command's function in `burnish.cli` ("" for a group), its arguments, and its description.
+# Beside the methods: each command's function in `burnish.cli` ("" for a group), its arguments, and its description.
 _COMMANDS = {
     "init": (
         "init:init",
         "KIND MODEL DATA",
         "Write a first configuration into the working directory, and for rl a reward function. Without DATA, write sample rows too.",
     ),
-    **{
-        name: ("run:run_given", _METHOD if method.trains else _MEASURE, method.help)
-        for name, method in METHODS.items()
-    },
     "run": (
         "run:run_given",
         f"METHOD {_METHOD}",
@@ -251,7 +245,7 @@ _POSITIONAL = {
         "words",
         _argument("a YAML file, a shell script, or key=value and --flag value", nargs="*"),
     ),
-    "KIND": ("kind", _argument("the method of the configuration", choices=_TRAINERS)),
+    "KIND": ("kind", _argument("the method that the configuration is for")),
     "TRAINER": ("kind", _argument("a method's name, or file.py:Class")),
     "METHOD": ("method", _argument("file.py:Class or module:Class")),
     "MODEL": ("model", _argument("a directory, or an id of the Hugging Face Hub", nargs="?")),
@@ -370,24 +364,26 @@ _OPTIONS = {
 }
 
 
-class _Parser(ArgumentParser):
-    def format_help(self) -> str:
-        return _HELP
-
-
 def make_parser() -> ArgumentParser:
     """Return the parser of the whole command line."""
-    parser = _Parser(prog="burnish")
+    parser = ArgumentParser(prog="burnish")
     parser.add_argument("--version", action="version", version=f"burnish {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=ArgumentParser)
     parsers = {"": commands}
-    for full_name, (function, arguments, description) in _COMMANDS.items():
+    # Imported here, so that the help of all commands loads no configuration.
+    from burnish.methods.table import METHODS
+
+    of_methods = {
+        name: ("run:run_given", _METHOD if method.trains else _MEASURE, method.help)
+        for name, method in METHODS.items()
+    }
+    for full_name, (function, arguments, description) in {**of_methods, **_COMMANDS}.items():
         group, _, name = full_name.rpartition(" ")
         more = _SETTINGS if "key=value" in arguments else None
         command = parsers[group].add_parser(
             name, description=description, help=description, epilog=more
         )
-        if full_name in METHODS:
+        if full_name in of_methods:
             command.set_defaults(method=full_name)
         if function:
             command.set_defaults(function=function)
@@ -399,6 +395,8 @@ def make_parser() -> ArgumentParser:
         for argument in arguments.split():
             if argument in _POSITIONAL:
                 destination, how = _POSITIONAL[argument]
+                if argument == "KIND":
+                    how = {**how, "choices": [n for n, m in METHODS.items() if m.trains]}
                 command.add_argument(destination, metavar=argument, **how)
                 continue
             options = argument.split("|")
@@ -417,6 +415,12 @@ def function_of(arguments: Namespace) -> Callable[..., Any]:
 
 def parse(argv: Sequence[str]) -> Namespace:
     """Return the parsed arguments; overrides may stand anywhere. Raises `UsageError` for unknown ones."""
+    if list(argv) in ([], ["-h"], ["--help"]):
+        print(_HELP, end="")
+        raise SystemExit(0 if argv else UsageError.exit_code)
+    if list(argv) == ["--version"]:
+        print(f"burnish {__version__}")
+        raise SystemExit(0)
     parser = make_parser()
     arguments, rest = parser.parse_known_args(argv)
     if hasattr(arguments, "words"):  # words may look like options
@@ -426,8 +430,7 @@ def parse(argv: Sequence[str]) -> Namespace:
         unknown = [_unknown_option(option, arguments) for option in options[:_MOST_OPTIONS]]
         raise together(unknown, "the command line")
     if arguments.command is None:
-        parser.print_help()
-        raise SystemExit(UsageError.exit_code if argv else 0)
+        raise UsageError("no command is given", have=shlex.join(argv), do="see burnish --help")
     if rest and not hasattr(arguments, "overrides"):
         raise UsageError(f"unexpected {rest[0]}", have=shlex.join(argv), do="leave it out")
     if hasattr(arguments, "overrides"):

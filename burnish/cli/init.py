@@ -23,7 +23,8 @@ _STARTERS = Path(__file__).with_name("starters")
 
 def init(given: Namespace) -> None:
     """Write the files into the working directory. Raises `UsageError` if one is there."""
-    method, data = METHODS[given.kind], given.data or _DATA
+    method = METHODS[given.kind]
+    data = given.data or _DATA
     files = {} if given.data else {data: _sums("answer" if method.generates else "completion")}
     is_here = given.data and (os.path.exists(data) or is_data(data))
     column = _answers(method, data) if is_here else "answer"
