@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -211,6 +212,10 @@ def of_package(name: str) -> str:
 class TestContractOfAGenerator(GeneratorContract):
     """A generator of one's own holds the contract of the built-in ones."""
 
+    @pytest.fixture(autouse=True)
+    def _notes(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.chdir(tmp_path)
+
     def make(
         self, model: PreTrainedModel, *, slots: int = 4, eos: Sequence[int] = (), version: int = 1
     ) -> Generator:
@@ -228,10 +233,7 @@ class TestContractOfAGenerator(GeneratorContract):
         return generator
 
 
-def test_an_engine_of_ones_own_holds_the_contract(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_an_engine_of_ones_own_holds_the_contract(tmp_path: Path) -> None:
     path = save_tiny(tmp_path / "m", "llama", torch.float32)
     oracle = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
     wanted = train_by_hand(oracle, make_examples(VOCAB))
@@ -241,6 +243,7 @@ def test_an_engine_of_ones_own_holds_the_contract(
 
 
 def train_own(layout: Layout, path: Path) -> dict[str, Any]:
+    os.chdir(path)  # of this process, for its notes
     engine = make_engine(layout, path, kind=of_package("NotingEngine"))
     assert type(engine).__name__ == "NotingEngine"
     return train(engine, make_examples(VOCAB), 2)
