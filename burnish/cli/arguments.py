@@ -417,7 +417,7 @@ def parse(argv: Sequence[str]) -> Namespace:
     """Return the parsed arguments; overrides may stand anywhere. Raises `UsageError` for unknown ones."""
     if list(argv) in ([], ["-h"], ["--help"]):
         print(_HELP, end="")
-        raise SystemExit(0 if argv else UsageError.exit_code)
+        raise SystemExit(0)
     if list(argv) == ["--version"]:
         print(f"burnish {__version__}")
         raise SystemExit(0)
