@@ -91,7 +91,7 @@ class Subject:
                     )
                     self._reference.load(FreshSource(self._hf, 0), Part.WEIGHTS)
                     away.append(self._reference)
-                if config.algorithm.advantage == "gae":
+                if config.algorithm.advantage.name == "gae":
                     self._critic = self._made(value_config(self._hf), config.optim)
                     away.append(self._critic)
                 dtype = torch.bfloat16 if config.engine.precision == "bf16" else torch.float32

@@ -85,7 +85,7 @@ def test_values_of_python_are_settings(tmp_path: Path) -> None:
     numbers = {"steps": np.int64(4), "data": {"weights": np.array([1, 2]), "shuffle": np.False_}}
     tracking = {"trackers": [Noted]}
     config = burnish.load_config({"algorithm": {"advantage": noted}}, tracking=tracking, **numbers)
-    assert config.algorithm.advantage == f"{__name__}:noted"
+    assert config.algorithm.advantage.name == f"{__name__}:noted"
     assert config.tracking.trackers == [f"{__name__}:Noted"]
     assert (config.steps, config.data.weights, config.data.shuffle) == (4, [1, 2], False)
     result = burnish.Result(tmp_path)

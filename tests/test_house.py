@@ -26,7 +26,7 @@ MOST_FUNCTIONS_OF_THE_WHOLE_CONFIGURATION = 16
 MOST_DOUBLED_CLASSES = 0
 MOST_DOUBLED_MODULES = 0
 MOST_LINES_OF_A_FILE = 900
-MOST_LOADED_LINES = 30_700
+MOST_LOADED_LINES = 31_000
 """Lines of our modules that a plain run may load."""
 OPTIONS = (
     "burnish.algorithms.critic",

@@ -18,7 +18,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from burnish.config.schema import AdvantageName, AlgorithmConfig, PolicyLossName
+from burnish.algorithms.own_settings import with_settings
+from burnish.config.schema import AdvantageConfig, AdvantageName, AlgorithmConfig, PolicyLossName
 from burnish.errors import BurnishError, UsageError
 from burnish.functions import Registry, failure, guarded, load_function
 from burnish.records import Floats, MicroBatch
@@ -99,15 +100,15 @@ Advantage = Callable[[ScoredRollouts], "npt.ArrayLike | Sequence[npt.ArrayLike]"
 """[N] numbers, one per rollout; or N arrays, each with one number per token of the completion."""
 
 
-def load_advantage(name: str) -> Advantage | None:
-    """Return the function that `algorithm.advantage` names, None for those in `BY_TOKEN`.
+def load_advantage(formula: AdvantageConfig) -> Advantage | None:
+    """Return the function that `algorithm.advantage` names, with its settings; None for those in `BY_TOKEN`.
 
-    Raises `UsageError` if it does not exist, or a user's function fails on made-up rollouts.
+    Raises `UsageError` if it does not exist or refuses its settings, or if a user's function fails on made-up rollouts.
     """
-    setting = "algorithm.advantage"
+    name, setting = formula.name, "algorithm.advantage"
     if name in BY_TOKEN:
         return None
-    function = load_function(name, setting, ADVANTAGES)
+    function = with_settings(load_function(name, setting, ADVANTAGES), formula, setting)
     if name in ADVANTAGES:
         return function
     want = "advantages of ScoredRollouts: [N] numbers, or N arrays with one per token"
@@ -208,19 +209,23 @@ class TokenLosses:
     """[T] bool, where the dual clip takes effect; None: nowhere."""
 
 
-PolicyLoss = Callable[[Tensor, MicroBatch, AlgorithmConfig], "TokenLosses | Tensor"]
-"""(log-probs [T] with gradient, micro-batch, `algorithm`'s settings) -> `TokenLosses`, or just the losses [T]."""
+PolicyLoss = Callable[..., "TokenLosses | Tensor"]
+"""(log-probs [T] with gradient, micro-batch, `algorithm`'s settings) -> `TokenLosses`, or just the losses [T].
+
+One with settings of its own takes them as its last argument, after the others or after the first two (`with_settings`).
+"""
 
 
 def selects_tokens(config: AlgorithmConfig) -> bool:
     """Return whether the policy loss needs `MicroBatch.selected`."""
-    return config.top_entropy is not None or config.policy_loss in ("clip_cov", "kl_cov")
+    return config.top_entropy is not None or config.policy_loss.name in ("clip_cov", "kl_cov")
 
 
 def load_policy_loss(config: AlgorithmConfig) -> Callable[[Tensor, MicroBatch], TokenLosses]:
     """Return the loss that `algorithm.policy_loss` names. Raises `UsageError` as `load_advantage` does."""
-    name, setting = config.policy_loss, "algorithm.policy_loss"
-    function: PolicyLoss = load_function(name, setting, POLICY_LOSSES)
+    formula, setting = config.policy_loss, "algorithm.policy_loss"
+    name = formula.name
+    function = with_settings(load_function(name, setting, POLICY_LOSSES), formula, setting)
     want = "finite losses [T] with a gradient, of (logprobs [T], micro_batch, algorithm)"
     if name not in POLICY_LOSSES:
         function = guarded(function, name, setting, want)

@@ -12,11 +12,19 @@ from torch import Tensor
 
 from burnish.algorithms.aggregation import sequence_means, to_tokens
 from burnish.algorithms.base import LOG_RATIO_BOUND, TokenLosses, log_ratio, old_logprobs
-from burnish.config.schema import AlgorithmConfig
+from burnish.config.schema import (
+    AlgorithmConfig,
+    ClipCovSettings,
+    KLCovSettings,
+    PPOSettings,
+    SAPOSettings,
+)
 from burnish.records import MicroBatch
 
 
-def ppo(logprobs: Tensor, micro: MicroBatch, config: AlgorithmConfig) -> TokenLosses:
+def ppo(
+    logprobs: Tensor, micro: MicroBatch, config: AlgorithmConfig, settings: PPOSettings
+) -> TokenLosses:
     """PPO's clipped surrogate (arXiv 1707.06347, equation 7) with DAPO's two bounds (arXiv 2503.14476, equation 8).
 
     ℓ_t = -min(r_t A_t, clip(r_t, 1 - `clip_low`, 1 + `clip_high`) A_t).
@@ -26,8 +34,8 @@ def ppo(logprobs: Tensor, micro: MicroBatch, config: AlgorithmConfig) -> TokenLo
     ratios = log_ratio(logprobs, micro)
     loss, clipped = _clipped_surrogate(_bounded(ratios).exp(), advantages, config)
     clipped_lower = torch.zeros_like(clipped)
-    if config.dual_clip is not None:
-        bound = -advantages * config.dual_clip
+    if settings.dual_clip is not None:
+        bound = -advantages * settings.dual_clip
         clipped_lower = (advantages < 0) & (loss > bound)
         loss = torch.where(clipped_lower, bound, loss)
     return TokenLosses(loss, clipped, clipped_lower)
@@ -56,14 +64,14 @@ def cispo(logprobs: Tensor, micro: MicroBatch, config: AlgorithmConfig) -> Token
     return TokenLosses(-weight * _advantages(micro) * _safe(logprobs, micro), weight != ratio)
 
 
-def sapo(logprobs: Tensor, micro: MicroBatch, config: AlgorithmConfig) -> TokenLosses:
+def sapo(logprobs: Tensor, micro: MicroBatch, settings: SAPOSettings) -> TokenLosses:
     """Soft adaptive policy optimisation (SAPO, arXiv 2511.20347, equations 5 and 6).
 
-    ℓ_t = -4/τ · σ(τ (r_t - 1)) A_t, τ = `sapo_temperature_pos` where A_t > 0, else `sapo_temperature_neg`.
+    ℓ_t = -4/τ · σ(τ (r_t - 1)) A_t, τ = `temperature_pos` where A_t > 0, else `temperature_neg`.
     """
     advantages = _advantages(micro)
     ratios = log_ratio(logprobs, micro)
-    tau = torch.where(advantages > 0, config.sapo_temperature_pos, config.sapo_temperature_neg)
+    tau = torch.where(advantages > 0, settings.temperature_pos, settings.temperature_neg)
     gate = torch.sigmoid(tau * (_bounded(ratios).exp() - 1)) * 4 / tau
     return TokenLosses(-gate * advantages)
 
@@ -107,21 +115,23 @@ def dppo_kl(logprobs: Tensor, micro: MicroBatch, config: AlgorithmConfig) -> Tok
     return _masked_by_divergence(logprobs, micro, divergence, config)
 
 
-def clip_cov(logprobs: Tensor, micro: MicroBatch, config: AlgorithmConfig) -> TokenLosses:
+def clip_cov(
+    logprobs: Tensor, micro: MicroBatch, config: AlgorithmConfig, settings: ClipCovSettings
+) -> TokenLosses:
     """PPO's loss, 0 at `MicroBatch.selected` (Clip-Cov, arXiv 2505.22617, equation 12)."""
-    tokens, held = ppo(logprobs, micro, config), micro.given("selected")
+    tokens, held = ppo(logprobs, micro, config, settings), micro.given("selected")
     loss = torch.where(held, 0.0, tokens.loss)
     return replace(
         tokens, loss=loss, clipped=held if tokens.clipped is None else tokens.clipped | held
     )
 
 
-def kl_cov(logprobs: Tensor, micro: MicroBatch, config: AlgorithmConfig) -> TokenLosses:
+def kl_cov(logprobs: Tensor, micro: MicroBatch, settings: KLCovSettings) -> TokenLosses:
     """ℓ_t = -r_t A_t, plus `cov_penalty` · |log r_t| at `MicroBatch.selected` (KL-Cov, arXiv 2505.22617, equation 14)."""
     ratios = log_ratio(logprobs, micro)
     loss = -_bounded(ratios).exp() * _advantages(micro)
     held = micro.given("selected")
-    return TokenLosses(loss + torch.where(held, config.cov_penalty * ratios.abs(), 0.0), held)
+    return TokenLosses(loss + torch.where(held, settings.cov_penalty * ratios.abs(), 0.0), held)
 
 
 def _masked_by_divergence(

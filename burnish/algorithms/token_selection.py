@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from burnish.config.schema import AlgorithmConfig
+from burnish.config.schema import AlgorithmConfig, ClipCovSettings, KLCovSettings
 from burnish.distributed.collectives import gather_rows, total
 from burnish.distributed.layout import Layout
 
@@ -49,14 +49,18 @@ def select_tokens(
     sums = [np.bincount(which, each, len(numbers)) for each in (np.ones(len(own)), own, credit)]
     tokens, own_sum, credit_sum = gather_rows(numbers, np.stack(sums, axis=1), layout)[1].sum(0)
     covariance = (own - own_sum / max(tokens, 1)) * (credit - credit_sum / max(tokens, 1))
-    count, chosen = max(1, int(config.cov_ratio * tokens)), np.zeros(len(own), dtype=bool)
-    if config.policy_loss == "kl_cov":
+    formula = config.policy_loss
+    if formula.name == "kl_cov":
+        count = max(1, int(formula.settings_as(KLCovSettings).cov_ratio * tokens))
         return _choose(_sortable(covariance), count, sequences, layout)
+    settings = formula.settings_as(ClipCovSettings)
+    count = max(1, int(settings.cov_ratio * tokens))
+    chosen = np.zeros(len(own), dtype=bool)
     draws = np.zeros(len(own), np.uint64)
     for number, start, size in zip(numbers, starts, np.bincount(which), strict=True):
         rng = np.random.default_rng([seed, number])
         draws[start : start + size] = rng.integers(1 << 32, size=size, dtype=np.uint64)
-    between = (covariance > config.cov_low) & (covariance < config.cov_high)
+    between = (covariance > settings.cov_low) & (covariance < settings.cov_high)
     chosen[between] = _choose(draws[between], count, sequences[between], layout)
     return chosen
 

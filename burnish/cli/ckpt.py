@@ -32,7 +32,7 @@ from burnish.checkpoint.steps import (
 from burnish.checkpoint.tools.listing import listed_steps, newest_step, no_step, saved_at
 from burnish.cli.arguments import DIFFERS, function_of
 from burnish.cli.output import print_text
-from burnish.config.load import read_config
+from burnish.config.document import recorded
 from burnish.errors import (
     BurnishError,
     CorruptError,
@@ -384,7 +384,7 @@ def collect_garbage(say: Say, run: Path, *, dry_run: bool) -> Report:
         rest = leftovers(root, LOCAL)
         with holding_pins(root, LOCAL) as pins:
             if config.is_file():
-                loaded = read_config(config)
+                loaded = recorded(config)
                 retention = Retention.of(loaded.checkpoint, loaded.mirror_url)
                 paths = step_paths(root, LOCAL)
                 gone = [paths[step] for step in retention.removable(root, LOCAL, pins)]

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from burnish.cli.arguments import make_parser
 from burnish.cli.output import print_text
 from burnish.config.keys import known_keys
+from burnish.config.schema import FORMULAS
 
 _BASH = """\
 _burnish() {{
@@ -52,7 +53,7 @@ def _commands(parser: ArgumentParser, name: str) -> Iterator[tuple[str, str]]:
             words += [
                 f"{key.name}="
                 for key in known_keys().values()
-                if not key.section and "[" not in key.name
+                if (not key.section or key.name in FORMULAS) and "[" not in key.name
             ]
         elif action.choices:
             words += action.choices

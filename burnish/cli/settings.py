@@ -14,10 +14,10 @@ from rich.table import Table
 from rich.text import Text
 
 from burnish.cli.output import print_text
-from burnish.config.document import dump_yaml, one_line
+from burnish.config.document import dump_yaml, one_line, recorded
 from burnish.config.keys import Key, known_keys, plain_name
 from burnish.config.load import DEFAULT, load_with_origins, read_config
-from burnish.config.schema import RunConfig
+from burnish.config.schema import FORMULAS, RunConfig
 from burnish.errors import UsageError
 from burnish.methods.table import method_meant_by
 from burnish.runs.run_directory import recorded_config
@@ -38,7 +38,7 @@ def show(given: Namespace) -> None:
     """Print the whole resolved configuration, YAML with each value's origin as a comment."""
     file = given.config
     if file and os.path.isdir(file):
-        file = recorded_config(Path(file))
+        file = recorded(recorded_config(Path(file)))
     config, origins = load_with_origins(file, given.overrides)
     console = Console(highlight=False, soft_wrap=True)
     for line in dump_yaml(config, origins).splitlines():
@@ -68,7 +68,7 @@ def explain(given: Namespace) -> None:
     console.print(Text(key.doc), end="\n\n")
     parents = (key.name, f"{key.name}[]")
     below = [each for each in keys.values() if each.name.rpartition(".")[0] in parents]
-    if not key.section:
+    if not key.section or key.name in FORMULAS:
         _facts(console, key)
         console.print()
     if below:

@@ -7,13 +7,20 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from functools import reduce
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 from burnish.config.document import one_line
-from burnish.config.schema import EngineConfig, ModelConfig, RunConfig, Section, is_remote
+from burnish.config.schema import (
+    EngineConfig,
+    FormulaConfig,
+    ModelConfig,
+    RunConfig,
+    Section,
+    is_remote,
+)
 from burnish.errors import BurnishError, UsageError, count_text, together
 from burnish.extend import ENGINES, GENERATORS, TRACKERS, Table
 
@@ -127,13 +134,6 @@ _OF_RL: Sequence[_Constraint] = (
     ("rollout.n=1", "algorithm.dynamic_sampling.enabled=false", "one reward has no variance"),
     ("algorithm.dynamic_sampling.part", "algorithm.dynamic_sampling.enabled=true", ""),
     ("algorithm.old_logprobs=rollout", "rollout.temperature=1.0", "they are for temperature 1"),
-    ("algorithm.dual_clip", "algorithm.policy_loss=ppo|clip_cov|FILE:NAME", ""),
-    ("algorithm.sapo_temperature_pos", "algorithm.policy_loss=sapo|FILE:NAME", ""),
-    ("algorithm.sapo_temperature_neg", "algorithm.policy_loss=sapo|FILE:NAME", ""),
-    ("algorithm.cov_ratio", "algorithm.policy_loss=clip_cov|kl_cov|FILE:NAME", ""),
-    ("algorithm.cov_low", "algorithm.policy_loss=clip_cov|FILE:NAME", ""),
-    ("algorithm.cov_high", "algorithm.policy_loss=clip_cov|FILE:NAME", ""),
-    ("algorithm.cov_penalty", "algorithm.policy_loss=kl_cov|FILE:NAME", ""),
     ("algorithm.policy_loss=clip_cov|kl_cov", "algorithm.top_entropy=null", "both select tokens"),
     ("algorithm.kl.target", "algorithm.kl.place=reward", "it adapts the KL term in the reward"),
     ("algorithm.kl.target", "algorithm.kl.coef", "it adapts this coefficient"),
@@ -244,7 +244,8 @@ def _default(config: RunConfig, name: str) -> Any:
 
 
 def _value(config: RunConfig, name: str) -> Any:
-    return reduce(getattr, name.split("."), config)
+    value: Any = attrgetter(name)(config)
+    return value.name if isinstance(value, FormulaConfig) else value
 
 
 def _have(config: RunConfig, *names: str) -> str:
@@ -513,7 +514,7 @@ def reward_problems(config: RunConfig) -> Iterator[BurnishError]:
     redraws = {
         "data.curriculum": config.data.curriculum == "measured",
         "algorithm.dynamic_sampling.enabled": config.algorithm.dynamic_sampling.enabled,
-        "algorithm.advantage": config.algorithm.advantage == "remax",
+        "algorithm.advantage": config.algorithm.advantage.name == "remax",
     }
     name = next((name for name, redraws_now in redraws.items() if redraws_now), None)
     if name and config.reward.models and config.rollout.place != "inside":
@@ -620,7 +621,7 @@ def validation_notices(config: RunConfig) -> Iterator[str]:
 def formula_notices(config: RunConfig) -> Iterator[str]:
     """Yield remarks on a valid formula of reinforcement learning."""
     algorithm = config.algorithm
-    loss = algorithm.policy_loss
+    loss = algorithm.policy_loss.name
     own = {"gspo": "sequence_mean", "cispo": "token_mean"}.get(loss, algorithm.aggregation)
     if algorithm.aggregation != own:
         yield (

@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 from pydantic_core import to_jsonable_python
 
-from burnish.config.schema import RunConfig, Section
+from burnish.config.schema import FORMULAS, RunConfig, Section
 from burnish.errors import CorruptError, refusing
 
 _SCALARS = (
@@ -30,8 +30,19 @@ _SCALARS = (
 )
 """Tag, pattern and first characters of plain scalars that are not texts."""
 
-_MOVED = (("engine", "park", "offload_during_rollout"),)
-"""Section, former name and name of settings that files of earlier versions hold."""
+_MOVED = {
+    "engine.park": "engine.offload_during_rollout",
+    "critic.gamma": "algorithm.advantage.gamma",
+    "critic.lam": "algorithm.advantage.lam",
+    "algorithm.dual_clip": "algorithm.policy_loss.dual_clip",
+    "algorithm.sapo_temperature_pos": "algorithm.policy_loss.temperature_pos",
+    "algorithm.sapo_temperature_neg": "algorithm.policy_loss.temperature_neg",
+    "algorithm.cov_ratio": "algorithm.policy_loss.cov_ratio",
+    "algorithm.cov_low": "algorithm.policy_loss.cov_low",
+    "algorithm.cov_high": "algorithm.policy_loss.cov_high",
+    "algorithm.cov_penalty": "algorithm.policy_loss.cov_penalty",
+}
+"""Former and present key of settings that files of earlier versions hold."""
 
 
 def _resolvers() -> dict[str, list[tuple[str, re.Pattern[str]]]]:
@@ -109,8 +120,8 @@ def dump_yaml(config: RunConfig, comments: Mapping[str, str] | None = None) -> s
 
 def _rows(section: Section, prefix: str, indent: str) -> Iterator[tuple[str, str]]:
     """Yield lines, each with the dotted key that starts on it, or ""."""
-    for name in type(section).model_fields:
-        value = getattr(section, name)
+    fields = {name: getattr(section, name) for name in type(section).model_fields}
+    for name, value in {**fields, **(section.model_extra or {})}.items():
         if isinstance(value, Section):
             yield f"{indent}{name}:", ""
             yield from _rows(value, f"{prefix}{name}.", indent + "  ")
@@ -145,8 +156,19 @@ def recorded(path: PurePath, content: bytes | None = None) -> RunConfig:
 
 def _moved(settings: Any) -> Any:
     """Return settings that an earlier version of Burnish recorded, with their names of today."""
-    for section, before, now in _MOVED:
-        found = settings.get(section, {})
-        if before in found:
-            found[now] = found.pop(before)
+    for before, now in _MOVED.items():
+        section, _, last = before.partition(".")
+        if last not in settings.get(section, {}):
+            continue
+        value = settings[section].pop(last)
+        above, _, key = now.rpartition(".")
+        place = settings
+        for part in above.split("."):
+            place[part] = (
+                {"name": place[part]} if isinstance(place.get(part), str) else place.get(part, {})
+            )
+            place = place[part]
+        # A recorded configuration has the settings of all formulas, and only one is in use.
+        if above not in FORMULAS or place.get("name") in FORMULAS[above].formulas_with(key):
+            place[key] = value
     return settings

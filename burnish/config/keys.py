@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from burnish.config.schema import MAY_CHANGE, RunConfig
+from burnish.config.schema import FORMULAS, MAY_CHANGE, RunConfig
 
 _Schema = Mapping[str, Any]
 
@@ -24,7 +24,7 @@ class Key:
     values: str
     """Its type and bounds in words."""
     default: Any
-    """Value if nothing is set, as plain YAML values; None for a section."""
+    """Value if nothing is set, as plain YAML values; of a formula its name, of another section None."""
     required: bool
     """Whether there is no default."""
     may_change: bool
@@ -64,14 +64,16 @@ def _keys(schema: _Schema, sections: _Schema, prefix: str, *, may_change: bool) 
         is_list = kinds[0].get("type") == "array" and "prefixItems" not in kinds[0]
         texts = [kinds[0]["items"]] if is_list else kinds
         item = _referred(found.get("items", {}), sections)
+        inner, name = section.get("properties", {}), prefix + field
+        default = inner["name"]["default"] if name in FORMULAS else found.get("default")
         key = Key(
-            name=prefix + field,
+            name=name,
             doc=(section or found)["description"],
             values=_words(found, sections),
-            default=None if section else found.get("default"),
+            default=None if section and name not in FORMULAS else default,
             required=field in schema.get("required", ()),
             may_change=may_change or MAY_CHANGE.items() <= found.items(),
-            section=tuple(section.get("properties", ())),
+            section=tuple(inner),
             item=tuple(item.get("properties", ())),
             is_list=is_list,
             is_text=all(each.get("type") == "string" for each in texts),
@@ -115,6 +117,8 @@ _BOUNDS = {
 
 def _words(schema: _Schema, sections: _Schema) -> str:
     """Return a schema in words, such as "a whole number, 1 or more, or null"."""
+    if "anyOf" in _referred(schema, sections):
+        return "a name, or a mapping with the name and its settings"
     if "anyOf" in schema:
         return ", or ".join(_words(each, sections) for each in schema["anyOf"])
     if "$ref" in schema:

@@ -12,6 +12,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,9 @@ from pydantic import ValidationError
 from burnish.config.credentials import refused_credentials, without_credentials
 from burnish.config.keys import Key, known_keys, plain_name
 from burnish.config.parsing import MOST_CHARACTERS, Document, parse_document, parse_value
-from burnish.config.schema import RunConfig
+from burnish.config.schema import FORMULAS, RunConfig
 from burnish.errors import BurnishError, MissingError, UsageError, refusing, together
-from burnish.functions import name_of
+from burnish.functions import did_you_mean, name_of
 from burnish.redaction import redacted
 
 DEFAULT = "default"
@@ -30,6 +31,8 @@ DEFAULT = "default"
 _COMMAND_LINE = "command line"
 _ARGUMENT = "argument"
 """The origin of a value from the Python API."""
+_RECORDED = "recorded"
+"""The origin of a value of a run's recorded configuration."""
 _LONGEST_SHOWN = 80
 _MOST_PROBLEMS = 20
 """Most problems in one error; nobody mends more at a time."""
@@ -53,14 +56,18 @@ def load_with_origins(
     """Return the configuration and the origin of each setting: FILE:LINE, "command line" or "default"."""
     draft, subject = _Draft(), "the command line"
     if isinstance(path, RunConfig):
-        draft.set_all(_plain(path.model_dump(exclude_unset=True)), _ARGUMENT)
+        draft.set_all(_plain(path.model_dump(exclude_unset=True)), _RECORDED)
     elif path is not None:
         draft.take(read_document(path), str(path))
         subject = f"{path} and the command line" if overrides else str(path)
-    for override in overrides:
+    for override in sorted(
+        overrides, key=lambda each: not _names_a_formula(each.partition("=")[0])
+    ):
         draft.override(override)
     config = draft.config(subject)
     names = [key.name for key in known_keys().values() if not key.section and "[" not in key.name]
+    for formula in FORMULAS:
+        names += [f"{formula}.{own}" for own in attrgetter(formula)(config).settings]
     return config, {name: _origin(draft.origins, name) for name in names}
 
 
@@ -113,6 +120,9 @@ class _Draft:
     def take(self, document: Document, source: str) -> None:
         self.values = _fitted("", _plain(document.values), document.written)
         self.origins = {name: f"{source}:{line}" for name, line in document.lines.items()}
+        for name in FORMULAS:
+            if name in self.origins:  # perhaps of a name alone
+                self.origins.setdefault(f"{name}.name", self.origins[name])
 
     def override(self, text: str) -> None:
         name, equals, written = text.partition("=")
@@ -141,7 +151,9 @@ class _Draft:
             )
 
     def set_all(self, values: Mapping[Any, Any], origin: str) -> None:
-        for name, value in values.items():
+        for name, value in sorted(
+            values.items(), key=lambda each: not _names_a_formula(str(each[0]))
+        ):
             self.set(str(name), _fitted(str(name), value, {}), origin)
 
     def set(self, name: str, value: Any, origin: str) -> None:
@@ -149,6 +161,8 @@ class _Draft:
         if isinstance(value, Mapping) and value and _is_section(name):
             self.set_all({f"{name}.{key}": each for key, each in value.items()}, origin)
             return
+        if name.removesuffix(".name") in FORMULAS:
+            self._forget_another_formula(name.removesuffix(".name"), value)
         *above, last = name.split(".")
         target = self.values
         for depth, part in enumerate(above, start=1):
@@ -162,6 +176,16 @@ class _Draft:
             del self.origins[each]  # it belongs to a part of the replaced value
         self.origins[name] = origin
         target[last] = value
+
+    def _forget_another_formula(self, name: str, formula: Any) -> None:
+        """Remove the settings of the formula that was named before, unless it is the same."""
+        section, _, last = name.partition(".")
+        above = self.values.get(section)
+        before = above.get(last) if isinstance(above, dict) else None
+        if isinstance(before, dict) and before.get("name", known_keys()[name].default) != formula:
+            before.clear()
+            for each in [each for each in self.origins if each.startswith(f"{name}.")]:
+                del self.origins[each]
 
     def config(self, subject: str) -> RunConfig:
         """Return the configuration, or raise `UsageError` with all problems."""
@@ -178,7 +202,9 @@ class _Draft:
         noted = set()
         for finding in error.errors(include_url=False, include_context=False):
             name = _name_of(finding["loc"])
-            if finding["type"] == "extra_forbidden":
+            if finding["type"] == "extra_forbidden" and name.rpartition(".")[0] in FORMULAS:
+                self._note_another_formulas(name, finding["input"])
+            elif finding["type"] == "extra_forbidden":
                 self._note_unknown(name, finding["input"])
             elif name not in noted and finding["type"] == "missing":
                 self._note_misfit(name, "is not set", "nothing")
@@ -224,6 +250,23 @@ class _Draft:
             UsageError(f"there is no setting {name} ({origin})", have=have, want=want, do=do)
         )
 
+    def _note_another_formulas(self, name: str, value: Any) -> None:
+        """Note a setting that the built-in formula does not have."""
+        formula, _, last = name.rpartition(".")
+        kind = FORMULAS[formula]
+        named = self._value_of(formula).get("name", known_keys()[formula].default)
+        own = kind.own_settings[named].model_fields if named in kind.own_settings else ()
+        owners = [f"{formula}={each}" for each in kind.formulas_with(last)]
+        do = f"set {' or '.join(owners)}, or remove it" if owners else did_you_mean(last, own)
+        self.problems.append(
+            UsageError(
+                f"{formula} {named} has no setting {last} ({_origin(self.origins, name)})",
+                have=redacted(f"{name}: {_shown(value)}"),
+                want=f"one of {', '.join(own)}" if own else f"none: {named} has no settings",
+                do=do or f"remove it; `burnish config explain {formula}` lists all",
+            )
+        )
+
     def _value_of(self, name: str) -> Any:
         value: Any = self.values
         for part in re.findall(r"[^.\[\]]+", name):
@@ -237,6 +280,8 @@ def _fitted(name: str, value: Any, written: Mapping[str, str]) -> Any:
     `written` has numbers and truth values as typed, by path.
     """
     key = known_keys().get(plain_name(name))
+    if name in FORMULAS and not isinstance(value, dict | None):
+        return {"name": written.get(name, value)}
     if isinstance(value, dict) and (key is None or key.section):
         paths = {part: f"{name}.{part}" if name else str(part) for part in value}
         return {part: _fitted(paths[part], each, written) for part, each in value.items()}
@@ -253,6 +298,11 @@ def _fitted(name: str, value: Any, written: Mapping[str, str]) -> Any:
         items = [(path, {main: each} if isinstance(each, str) else each) for path, each in items]
         return [_fitted(path, each, written) for path, each in items]
     return [written.get(path, each) if key.is_text else each for path, each in items]
+
+
+def _names_a_formula(name: str) -> bool:
+    """Return whether a key is a formula's name. It comes first, because the settings of another formula go with it."""
+    return name.strip().removesuffix(".name") in FORMULAS
 
 
 def _is_section(name: str) -> bool:

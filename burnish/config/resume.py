@@ -25,11 +25,8 @@ def digest(config: RunConfig) -> str:
 def settings_difference(before: RunConfig, after: RunConfig) -> dict[str, tuple[Any, Any]]:
     """Return the deciding settings that differ, with both values, by dotted key."""
     had, wanted = dict(_deciding(before)), dict(_deciding(after))
-    return {
-        key: (had.get(key, {}), wanted.get(key, {}))
-        for key in {**had, **wanted}
-        if _canonical(had.get(key, {})) != _canonical(wanted.get(key, {}))
-    }
+    pairs = {key: (had.get(key), wanted.get(key)) for key in {**had, **wanted}}
+    return {key: (a, b) for key, (a, b) in pairs.items() if _canonical(a) != _canonical(b)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,3 +105,5 @@ def _deciding(section: Section, prefix: str = "") -> Iterator[tuple[str, Any]]:
         else:
             value = section.model_dump(mode="json", include={name})[name]
             yield prefix + name, without_credentials(value)
+    for name, value in (section.model_extra or {}).items():
+        yield prefix + name, without_credentials(value, name)

@@ -7,10 +7,19 @@ differ when a run is resumed. Importing this loads neither torch nor transformer
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    GetJsonSchemaHandler,
+    model_validator,
+)
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core.core_schema import CoreSchema
 
 _LOGITS_AT_ONCE = 1 << 28
 """Logits that exist at one time if `engine.logprob_chunk` is not given."""
@@ -418,31 +427,161 @@ class KLConfig(Section):
     """With target: rollouts in which coef changes by its largest factor, about 1.2."""
 
 
+Own = TypeVar("Own", bound=Section)
+
+
+class PPOSettings(Section):
+    """The own settings of the policy loss ppo."""
+
+    dual_clip: float | None = Field(None, gt=1)
+    """Bound of the ratio where the advantage is negative (arXiv 1912.09729). Default: none."""
+
+
+class SAPOSettings(Section):
+    """The own settings of the policy loss sapo."""
+
+    temperature_pos: float = Field(1.0, gt=0)
+    """How fast its gate closes where the advantage is positive."""
+    temperature_neg: float = Field(1.05, gt=0)
+    """How fast its gate closes where the advantage is negative."""
+
+
+class CovarianceSettings(Section):
+    """Which tokens clip_cov and kl_cov treat apart."""
+
+    cov_ratio: float = Field(2e-4, gt=0, le=1)
+    """Share of a mini-batch's tokens that are treated apart, chosen by the covariance of log-prob and advantage."""
+
+
+class ClipCovSettings(CovarianceSettings, PPOSettings):
+    """The own settings of the policy loss clip_cov."""
+
+    cov_low: float = Field(1.0, ge=0)
+    """Smallest covariance of a token that is left out."""
+    cov_high: float = Field(5.0, gt=0)
+    """Largest covariance of a token that is left out."""
+
+
+class KLCovSettings(CovarianceSettings):
+    """The own settings of the policy loss kl_cov."""
+
+    cov_penalty: float = Field(1.0, ge=0)
+    """Weight of |log ratio| at the tokens of largest covariance."""
+
+
+class GAESettings(Section):
+    """The own settings of the advantage gae."""
+
+    gamma: float = Field(1.0, ge=0, le=1)
+    """Discount of the reward per token."""
+    lam: float = Field(1.0, ge=0, le=1)
+    """λ of generalized advantage estimation (arXiv 1506.02438). 0 trusts the critic, 1 the rewards."""
+
+
+class FormulaConfig(Section):
+    """A formula's name and, beside it, the formula's own settings, with which the function is called.
+
+    A name alone stands for a formula with its defaults. The settings of built-in formulas are checked here, and those of a user's
+    function when it is imported.
+    """
+
+    model_config = ConfigDict(extra="allow")
+    own_settings: ClassVar[Mapping[str, type[Section]]] = {}
+    """The classes of settings of built-in formulas, by name; a built-in formula without one has no settings."""
+    name: str
+    """The formula's name."""
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The formula's own settings as plain values; of a user's function those that are set."""
+        return dict(self.model_extra or {})
+
+    def __str__(self) -> str:
+        given = [f"{key} {value}" for key, value in self.settings.items() if value is not None]
+        return f"{self.name} ({', '.join(given)})" if given else self.name
+
+    def settings_as(self, section: type[Own]) -> Own:
+        """Return the formula's own settings as its class has them. Raises pydantic's `ValidationError`."""
+        return section.model_validate(self.settings)
+
+    @classmethod
+    def formulas_with(cls, setting: str) -> list[str]:
+        """Return the built-in formulas that have a setting."""
+        return [name for name, own in cls.own_settings.items() if setting in own.model_fields]
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_own_settings(cls, value: Any) -> Any:
+        given = {"name": value} if isinstance(value, str) else {} if value is None else value
+        if not isinstance(given, Mapping):
+            return given
+        name = given.get("name", cls.model_fields["name"].default)
+        if not isinstance(name, str) or ":" in name:
+            return given
+        own = {key: each for key, each in given.items() if key != "name"}
+        return {
+            "name": name,
+            **cls.own_settings.get(name, Section).model_validate(own).model_dump(),
+        }
+
+    @classmethod
+    def __get_pydantic_json_schema__(
+        cls, core: CoreSchema, handler: GetJsonSchemaHandler, /
+    ) -> JsonSchemaValue:
+        """Describe a name alone, or a mapping with the settings of all built-in formulas."""
+        schema = handler.resolve_ref_schema(handler(core))
+        name = schema["properties"]["name"]
+        for section in cls.own_settings.values():
+            for key, found in section.model_json_schema()["properties"].items():
+                text = found["description"]
+                described = f"{', '.join(cls.formulas_with(key))}: {text[0].lower()}{text[1:]}"
+                schema["properties"][key] = {**found, "description": described}
+        alone = {
+            key: each for key, each in name.items() if key in ("anyOf", "enum", "pattern", "type")
+        }
+        schema["anyOf"] = [alone, {"type": schema.pop("type")}]
+        return schema
+
+
+class AdvantageConfig(FormulaConfig):
+    """How rewards become advantages: a name, or a mapping with the name and the formula's own settings."""
+
+    own_settings = {"gae": GAESettings}
+    name: AdvantageName | FunctionName = "grpo"
+    """The built-in advantage, or your own function: file.py:function or module:function. gae: with the critic of PPO."""
+
+
+class PolicyLossConfig(FormulaConfig):
+    """The policy loss: a name, or a mapping with the name and the formula's own settings."""
+
+    own_settings = {
+        "ppo": PPOSettings,
+        "sapo": SAPOSettings,
+        "clip_cov": ClipCovSettings,
+        "kl_cov": KLCovSettings,
+    }
+    name: PolicyLossName | FunctionName = "ppo"
+    """The built-in policy loss, or your own function: file.py:function or module:function. gspo (arXiv 2507.18071) goes with aggregation sequence_mean, clip_low 3e-4 and clip_high 4e-4; cispo (arXiv 2506.13585) with token_mean and clip_low 1."""
+
+
+FORMULAS: Mapping[str, type[FormulaConfig]] = {
+    "algorithm.advantage": AdvantageConfig,
+    "algorithm.policy_loss": PolicyLossConfig,
+}
+"""The settings for which a name alone may stand."""
+
+
 class AlgorithmConfig(Section):
     """The formula: advantages, policy loss and corrections."""
 
-    advantage: AdvantageName | FunctionName = "grpo"
-    """How rewards become advantages. gae: with the critic of PPO. Or your own function: file.py:function or module:function."""
-    policy_loss: PolicyLossName | FunctionName = "ppo"
-    """The policy loss, or your own function: file.py:function or module:function. gspo (arXiv 2507.18071) goes with aggregation sequence_mean, clip_low 3e-4 and clip_high 4e-4; cispo (arXiv 2506.13585) with token_mean and clip_low 1."""
+    advantage: AdvantageConfig = AdvantageConfig()
+    """How rewards become advantages."""
+    policy_loss: PolicyLossConfig = PolicyLossConfig()
+    """The policy loss."""
     clip_low: float = Field(0.2, ge=0)
     """Clip the ratio below 1 - clip_low. gmpo: clip the log-ratio below -clip_low. dppo: bound of the divergence where the advantage is negative."""
     clip_high: float = Field(0.2, ge=0)
     """Clip the ratio above 1 + clip_high. gmpo: clip the log-ratio above clip_high. dppo: bound of the divergence where the advantage is positive."""
-    dual_clip: float | None = Field(None, gt=1)
-    """ppo, clip_cov: bound of the ratio where the advantage is negative (arXiv 1912.09729). Default: none."""
-    sapo_temperature_pos: float = Field(1.0, gt=0)
-    """sapo: how fast its gate closes where the advantage is positive."""
-    sapo_temperature_neg: float = Field(1.05, gt=0)
-    """sapo: how fast its gate closes where the advantage is negative."""
-    cov_ratio: float = Field(2e-4, gt=0, le=1)
-    """clip_cov, kl_cov: share of a mini-batch's tokens that they treat apart, chosen by the covariance of log-prob and advantage."""
-    cov_low: float = Field(1.0, ge=0)
-    """clip_cov: smallest covariance of a token that it leaves out."""
-    cov_high: float = Field(5.0, gt=0)
-    """clip_cov: largest covariance of a token that it leaves out."""
-    cov_penalty: float = Field(1.0, ge=0)
-    """kl_cov: weight of |log ratio| at the tokens of largest covariance."""
     top_entropy: float | None = Field(None, gt=0, lt=1)
     """Train on this share of a mini-batch's tokens, those of highest entropy (arXiv 2506.01939 uses 0.2). Default: all tokens."""
     aggregation: AggregationKind = "token_mean"
@@ -484,10 +623,6 @@ class CriticConfig(Section):
     """Steps at the beginning in which only the critic learns. The policy and its learning rate's schedule wait."""
     clip: float | None = Field(0.2, gt=0)
     """Keep the critic's values within this distance of those before the update. null: no limit."""
-    gamma: float = Field(1.0, ge=0, le=1)
-    """Discount of the reward per token."""
-    lam: float = Field(1.0, ge=0, le=1)
-    """λ of generalized advantage estimation (arXiv 1506.02438). 0 trusts the critic, 1 the rewards."""
 
 
 class EvaluationConfig(SamplingConfig):

@@ -81,7 +81,8 @@ def nearest(name: str) -> str | None:
         of_last = _OF_LAST_PARTS * _likeness(last, key.rpartition(".")[2])
         scores[key] = max(whole, of_last) + _OF_WHOLE_NAMES * whole
     for elsewhere, key in foreign_names().renamed.items():
-        scores[key] = max(scores[key], _OF_LAST_PARTS * _likeness(last, elsewhere))
+        if key in scores:
+            scores[key] = max(scores[key], _OF_LAST_PARTS * _likeness(last, elsewhere))
     best = max(scores, key=scores.__getitem__)
     return best if scores[best] >= _LEAST_LIKENESS else None
 

@@ -99,7 +99,9 @@ class RL(Method):
         from burnish.methods.parts.critic import critic_foundation
 
         path = foundation.config.critic.path
-        if foundation.config.algorithm.advantage == "gae" and not (path and is_elsewhere(path)):
+        if foundation.config.algorithm.advantage.name == "gae" and not (
+            path and is_elsewhere(path)
+        ):
             yield partial(critic_foundation, foundation)
 
     def dataset(

@@ -399,7 +399,7 @@ class Workload:
             epochs=batch.epochs,
             scorings=int(recomputes) + compared,
             has_reference=compared > 0,
-            has_critic=algorithm.advantage == "gae",
+            has_critic=algorithm.advantage.name == "gae",
             slots=slots if rollout.place != "servers" else 0,
             generates_beside=rollout.place == "child" and rollout.ahead > 0,
             fits_slots=rollout.slots == "auto",

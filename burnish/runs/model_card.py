@@ -7,7 +7,7 @@ from pathlib import PurePath
 from typing import Any
 
 from burnish.config.document import write_yaml
-from burnish.config.schema import RunConfig
+from burnish.config.schema import FORMULAS, RunConfig
 from burnish.files.hub import HubPlace, Kind
 from burnish.method import Method
 from burnish.version import __version__
@@ -49,6 +49,7 @@ def _rows(keys: Sequence[str], settings: Mapping[str, Any]) -> Iterator[tuple[st
         value: Any = settings
         for part in key.split("."):
             value = value[part]
+        value = str(FORMULAS[key].model_validate(value)) if key in FORMULAS else value
         yield f"`{key}`", PurePath(value).name if isinstance(value, str) else value
 
 

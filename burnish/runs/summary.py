@@ -117,13 +117,13 @@ def formula_rows(
 ) -> Iterator[Row]:
     """Yield the formula, the critic and the reward."""
     kl = f", KL {algorithm.kl.coef} in the {algorithm.kl.place}" if algorithm.kl.coef else ""
-    formula = (algorithm.advantage, algorithm.policy_loss, algorithm.aggregation)
+    formula = (str(algorithm.advantage), str(algorithm.policy_loss), algorithm.aggregation)
     yield "formula", f"{', '.join(formula)}{kl}"
-    if algorithm.advantage == "gae":
+    if algorithm.advantage.name == "gae":
         origin = critic.path or "the policy's model with a fresh head"
         warmup = count_text(critic.warmup_steps, "step")
         alone = f", alone for {warmup}" if critic.warmup_steps else ""
-        rates = f"learning rate {critic.lr:g}{alone}, γ {critic.gamma:g}, λ {critic.lam:g}"
+        rates = f"learning rate {critic.lr:g}{alone}"
         yield "critic", f"{origin}, {rates}"
     parts = [(each.weight, each.function) for each in reward.functions]
     parts += [(each.weight, each.path) for each in reward.models]

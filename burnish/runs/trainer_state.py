@@ -310,8 +310,8 @@ def require_same_adapter(
 
 def _formula_digest(algorithm: AlgorithmConfig) -> str:
     names = {
-        "algorithm.advantage": algorithm.advantage,
-        "algorithm.policy_loss": algorithm.policy_loss,
+        "algorithm.advantage": algorithm.advantage.name,
+        "algorithm.policy_loss": algorithm.policy_loss.name,
     }
     found = {s: fingerprint(name, s) for s, name in names.items() if ":" in name}
     return _digest(found) if found else ""

@@ -14,6 +14,7 @@ from burnish.config.document import one_line, write_yaml
 from burnish.config.foreign_names import explain_foreign, known_ending, translate_setting
 from burnish.config.keys import is_default, known_keys
 from burnish.config.load import load_settings
+from burnish.config.schema import FORMULAS
 from burnish.config.suggestions import suggestion
 from burnish.errors import UsageError
 from burnish.methods.rl import RL
@@ -82,8 +83,13 @@ def _namesake(name: str) -> str | None:
 
 def _refusal(settings: Mapping[str, Any]) -> str:
     """Return why values do not fit, or ""."""
+    owners: dict[str, Any] = {}
+    for key in settings:
+        formula, _, own = key.rpartition(".")
+        if formula in FORMULAS and own != "name":
+            owners[formula] = FORMULAS[formula].formulas_with(own)[0]
     try:
-        load_settings({}, settings)
+        load_settings(owners, settings)
     except UsageError as error:
         return f"{', '.join(settings)} is {error.want}"
     return ""
@@ -119,6 +125,8 @@ def _nested(settings: Mapping[str, Any]) -> dict[str, Any]:
         *sections, last = key.split(".")
         place = tree
         for section in sections:
+            if isinstance(place.get(section), str):  # a formula's name alone
+                place[section] = {"name": place[section]}
             place = place.setdefault(section, {})
         place[last] = settings[key]
     return tree

@@ -19,7 +19,7 @@ from burnish.algorithms.base import (
 )
 from burnish.algorithms.base import advantages as compute
 from burnish.algorithms.critic import gae
-from burnish.config.schema import AdvantageName, PolicyLossName
+from burnish.config.schema import AdvantageConfig, AdvantageName, PolicyLossName
 from burnish.errors import BurnishError, UsageError
 
 
@@ -44,7 +44,7 @@ def advantages(kind, rewards, groups, lengths, penalties=None):
     """As `PolicyUpdate` has them, of all rollouts on one rank."""
     scored = scored_rollouts(rewards, groups, lengths, penalties)
     if kind != "reinforce_plus_plus":
-        return by_rollout(compute(load_advantage(kind), scored), lengths)
+        return by_rollout(compute(load_advantage(AdvantageConfig(name=kind)), scored), lengths)
     check_finite(scored.rewards)
     values = [np.zeros(length, np.float32) for length in lengths]
     found = gae(rewards, values, penalties, 1.0, 1.0)
@@ -269,7 +269,7 @@ def test_gdpo_normalises_each_part_by_itself() -> None:
             own = part[group]
             total[group] += weight * (own - own.mean()) / (own.std(ddof=1) + EPSILON)
     want = (total - total.mean()) / (total.std(ddof=1) + EPSILON)
-    got = compute(load_advantage("gdpo"), scored)
+    got = compute(load_advantage(AdvantageConfig(name="gdpo")), scored)
     np.testing.assert_allclose(got, want, rtol=1e-5)
 
 
@@ -277,7 +277,11 @@ def test_remax_compares_with_the_greedy_completion() -> None:
     scored = scored_rollouts(
         [1.0, 0.0, 0.5], [0, 0, 1], [1, 2, 1], greedy_rewards=np.array([0.25, 0.25, 1.0])
     )
-    assert compute(load_advantage("remax"), scored).tolist() == [0.75, -0.25, -0.5]
+    assert compute(load_advantage(AdvantageConfig(name="remax")), scored).tolist() == [
+        0.75,
+        -0.25,
+        -0.5,
+    ]
     with pytest.raises(BurnishError):
         advantages("remax", [1.0], [0], [1])
 
@@ -333,7 +337,7 @@ def test_a_function_in_a_file(own: str) -> None:
 
 def test_one_number_for_all_tokens_of_a_rollout_takes_no_memory() -> None:
     scored = scored_rollouts([0.0, 1.0], [0, 0], [1 << 40, 1 << 41])
-    assert compute(load_advantage("dr_grpo"), scored).tolist() == [-0.5, 0.5]
+    assert compute(load_advantage(AdvantageConfig(name="dr_grpo")), scored).tolist() == [-0.5, 0.5]
     assert [len(each) for each in scored.penalties] == [1 << 40, 1 << 41]
 
 
@@ -341,7 +345,7 @@ def test_one_number_for_all_tokens_of_a_rollout_takes_no_memory() -> None:
 @pytest.mark.parametrize("name", ["short", "wrong", "infinite", "single", "changing", "absent"])
 def test_a_function_that_cannot_be_used_is_refused_when_it_is_loaded(own: str, name: str) -> None:
     with pytest.raises(UsageError, match=r"algorithm\.advantage"):
-        load_advantage(f"{own}:{name}")
+        load_advantage(AdvantageConfig(name=f"{own}:{name}"))
 
 
 def test_a_function_that_fails_later_is_named_with_the_line(own: str) -> None:

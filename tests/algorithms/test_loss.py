@@ -11,7 +11,7 @@ from burnish.algorithms import policy_loss
 from burnish.algorithms.aggregation import aggregation
 from burnish.algorithms.kl import kl_loss
 from burnish.algorithms.loss import policy_loss_fn, sft_loss
-from burnish.config.schema import AlgorithmConfig, KLConfig
+from burnish.config.schema import AlgorithmConfig, KLConfig, PPOSettings
 from burnish.errors import BurnishError
 from burnish.records import MicroBatch, TokenOutputs
 from burnish.tracking.stats import Mean, Stats
@@ -20,9 +20,8 @@ KINDS = ["token_mean", "token_sum", "sequence_mean", "sequence_sum", "sequence_s
 
 
 def ppo_clip(new, micro, low, high, dual=None):
-    return policy_loss.ppo(
-        new, micro, AlgorithmConfig(clip_low=low, clip_high=high, dual_clip=dual)
-    )
+    config = AlgorithmConfig(clip_low=low, clip_high=high)
+    return policy_loss.ppo(new, micro, config, PPOSettings(dual_clip=dual))
 
 
 def gspo(new, micro, low, high):
@@ -93,7 +92,9 @@ def test_kl_in_the_reward_stays_out_of_the_loss(make_case) -> None:
 def test_statistics_are_means_over_loss_tokens(make_case) -> None:
     case = make_case(lengths=((2, 50), (1, 30)), spread=1.0)
     new, micro = case.outputs.logprobs, case.micro
-    _, stats = policy_loss_fn(AlgorithmConfig(dual_clip=1.5), 16)(case.outputs, micro)
+    _, stats = policy_loss_fn(AlgorithmConfig(policy_loss={"dual_clip": 1.5}), 16)(
+        case.outputs, micro
+    )
     values = stats.values_by_name()
     tokens = [t for members in case.sequences() for t in members]
     ratios = [math.exp(new[t].item() - micro.old_logprobs[t].item()) for t in tokens]

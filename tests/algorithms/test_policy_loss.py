@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from functools import partial
 
 import numpy as np
 import pytest
@@ -11,16 +10,15 @@ import torch
 from burnish.algorithms import policy_loss
 from burnish.algorithms.aggregation import aggregation
 from burnish.algorithms.base import LOG_RATIO_BOUND, load_policy_loss, log_ratio
-from burnish.config.schema import AlgorithmConfig
+from burnish.config.schema import AlgorithmConfig, PPOSettings
 from burnish.errors import BurnishError, UsageError
 
 LOW, HIGH, DUAL = 0.2, 0.3, 2.0
 
 
 def ppo_clip(new, micro, low, high, dual=None):
-    return policy_loss.ppo(
-        new, micro, AlgorithmConfig(clip_low=low, clip_high=high, dual_clip=dual)
-    )
+    config = AlgorithmConfig(clip_low=low, clip_high=high)
+    return policy_loss.ppo(new, micro, config, PPOSettings(dual_clip=dual))
 
 
 def gspo(new, micro, low, high):
@@ -149,7 +147,7 @@ SURROGATES = [
     pytest.param(lambda new, micro: gspo(new, micro, LOW, HIGH), id="gspo"),
     pytest.param(lambda new, micro: cispo(new, micro, LOW, HIGH), id="cispo"),
     *(
-        pytest.param(partial(getattr(policy_loss, name), config=AlgorithmConfig()), id=name)
+        pytest.param(load_policy_loss(AlgorithmConfig(policy_loss=name)), id=name)
         for name in ("sapo", "gmpo", "dppo_tv", "dppo_kl")
     ),
 ]
@@ -231,10 +229,9 @@ def test_formulas_of_tokens_equal_their_slow_transcription(make_case, name: str)
         case.outputs.logprobs.detach().clamp(max=-0.05),
         replace(case.micro, old_logprobs=old),
     )
-    config = AlgorithmConfig(
-        clip_low=LOW, clip_high=HIGH, sapo_temperature_pos=1.5, sapo_temperature_neg=3.0
-    )
-    got = getattr(policy_loss, name)(new, micro, config)
+    own = {"temperature_pos": 1.5, "temperature_neg": 3.0} if name == "sapo" else {}
+    config = AlgorithmConfig(policy_loss={"name": name, **own}, clip_low=LOW, clip_high=HIGH)
+    got = load_policy_loss(config)(new, micro)
     held = 0
     for tokens in case.sequences():
         for t in tokens:

@@ -10,7 +10,13 @@ from support.ranks.processes import run_ranks
 from burnish.algorithms import policy_loss
 from burnish.algorithms.kl import adapted
 from burnish.algorithms.token_selection import select_tokens as select
-from burnish.config.schema import AlgorithmConfig, KLConfig
+from burnish.config.schema import (
+    AlgorithmConfig,
+    ClipCovSettings,
+    KLConfig,
+    KLCovSettings,
+    PPOSettings,
+)
 from burnish.distributed.layout import Layout
 
 
@@ -34,19 +40,25 @@ def select_tokens(tokens, config, seed=0, layout=None):
     return select(*tokens, numbers, config, seed, layout or Layout())
 
 
+def clip_cov(**settings):
+    return AlgorithmConfig(policy_loss={"name": "clip_cov", **settings})
+
+
 def test_kl_cov_takes_the_largest_covariances(tokens) -> None:
-    chosen = select_tokens(tokens, AlgorithmConfig(policy_loss="kl_cov", cov_ratio=0.02))
+    chosen = select_tokens(
+        tokens, AlgorithmConfig(policy_loss={"name": "kl_cov", "cov_ratio": 0.02})
+    )
     order = np.argsort(covariances(tokens))
     assert set(np.flatnonzero(chosen)) == set(order[-10:])
 
 
 def test_clip_cov_draws_among_those_between_the_bounds(tokens) -> None:
-    config = AlgorithmConfig(policy_loss="clip_cov", cov_ratio=0.02, cov_low=1, cov_high=5)
+    config = clip_cov(cov_ratio=0.02, cov_low=1, cov_high=5)
     between = {t for t, each in enumerate(covariances(tokens)) if 1 < each < 5}
     draws = [set(np.flatnonzero(select_tokens(tokens, config, seed))) for seed in (1, 1, 2)]
     assert all(len(draw) == 10 and draw < between for draw in draws)
     assert draws[0] == draws[1] != draws[2]
-    few = config.model_copy(update={"cov_ratio": 1.0})
+    few = clip_cov(cov_ratio=1.0, cov_low=1, cov_high=5)
     assert set(np.flatnonzero(select_tokens(tokens, few, 1))) == between
 
 
@@ -63,8 +75,11 @@ def test_of_no_tokens_none_are_chosen() -> None:
 
 CONFIGS = [
     *[AlgorithmConfig(top_entropy=share) for share in (0.01, 0.2, 0.5, 0.99)],
-    *[AlgorithmConfig(policy_loss="kl_cov", cov_ratio=share) for share in (0.0002, 0.02, 0.7)],
-    *[AlgorithmConfig(policy_loss="clip_cov", cov_ratio=r, cov_low=0.5) for r in (0.02, 0.9)],
+    *[
+        AlgorithmConfig(policy_loss={"name": "kl_cov", "cov_ratio": share})
+        for share in (0.0002, 0.02, 0.7)
+    ],
+    *[clip_cov(cov_ratio=r, cov_low=0.5) for r in (0.02, 0.9)],
 ]
 
 
@@ -83,11 +98,12 @@ def test_the_choice_is_numpys_also_among_equal_values(tokens, config) -> None:
             wanted = exact >= np.quantile(exact, 1 - config.top_entropy)
         else:
             found = np.array(covariances(numbers)).astype(np.float32)
-            count = max(1, int(config.cov_ratio * len(found)))
+            settings = config.policy_loss.settings
+            count = max(1, int(settings["cov_ratio"] * len(found)))
             wanted = np.zeros(len(found), dtype=bool)
             wanted[np.argsort(-found, kind="stable")[:count]] = True
-            if config.policy_loss == "clip_cov":
-                between = (found > config.cov_low) & (found < config.cov_high)
+            if config.policy_loss.name == "clip_cov":
+                between = (found > settings["cov_low"]) & (found < settings["cov_high"])
                 assert chosen.sum() == min(count, between.sum())
                 wanted = chosen & between
         assert np.array_equal(chosen, wanted)
@@ -126,14 +142,15 @@ def test_losses_at_selected_tokens(make_case) -> None:
         | {"selected": selected}
     )
     new = case.outputs.logprobs
-    config = AlgorithmConfig(cov_penalty=0.5)
-    plain = policy_loss.ppo(new, micro, config).loss
-    clipped = policy_loss.clip_cov(new, micro, config)
+    config = AlgorithmConfig()
+    plain = policy_loss.ppo(new, micro, config, PPOSettings()).loss
+    clipped = policy_loss.clip_cov(new, micro, config, ClipCovSettings())
     torch.testing.assert_close(clipped.loss[mask], torch.where(selected, 0.0, plain)[mask])
     assert clipped.clipped[selected].all()
     ratio = new - micro.old_logprobs
     want = -ratio.exp() * micro.advantages + torch.where(selected, 0.5 * ratio.abs(), 0.0)
-    torch.testing.assert_close(policy_loss.kl_cov(new, micro, config).loss[mask], want[mask])
+    penalized = policy_loss.kl_cov(new, micro, KLCovSettings(cov_penalty=0.5))
+    torch.testing.assert_close(penalized.loss[mask], want[mask])
 
 
 @pytest.mark.parametrize(

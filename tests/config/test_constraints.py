@@ -256,7 +256,6 @@ BAD: list[tuple[str, list[str], list[str]]] = [
         ["dynamic_sampling.part: accuracy", "want: one of numeric"],
     ),
     ("rl", ["algorithm.dynamic_sampling.part=numeric"], ["enabled: false", "enabled=true"]),
-    ("rl", ["algorithm.dual_clip=3", "algorithm.policy_loss=gspo"], ["dual_clip: 3.0", "gspo"]),
     (
         "rl",
         ["algorithm.mismatch_cap=2", "algorithm.old_logprobs=rollout"],
@@ -296,7 +295,7 @@ def test_what_does_not_go_together(command: str, overrides: list[str], facts: li
     ("command", "overrides"),
     [
         ("rl", ["rollout.n=1", "algorithm.advantage=reinforce_plus_plus"]),
-        ("rl", ["algorithm.dual_clip=3"]),
+        ("rl", ["algorithm.policy_loss.dual_clip=3"]),
         ("rl", ["algorithm.dynamic_sampling={enabled: true, part: numeric}"]),
         ("rl", ["algorithm.dynamic_sampling={enabled: true, part: numeric/extracted}"]),
         ("rl", ["algorithm.advantage=gae", "critic.lr=1e-4", "critic.clip=null", "rollout.n=1"]),

@@ -11,8 +11,8 @@ from burnish.config.keys import known_keys
 from burnish.config.load import read_config
 from burnish.config.resume import (
     RunIdentity,
-    difference,
     digest,
+    settings_difference,
 )
 from burnish.config.schema import RunConfig
 from burnish.errors import IncompatibleError
@@ -49,7 +49,7 @@ def with_(*overrides: str) -> RunConfig:
     ],
 )
 def test_what_may_change(override: str) -> None:
-    assert difference(RunConfig(), with_(override)) == {}
+    assert settings_difference(RunConfig(), with_(override)) == {}
     assert known_keys()[override.partition("=")[0]].may_change
     assert digest(RunConfig()) == digest(with_(override))
 
@@ -76,18 +76,18 @@ def test_what_may_change(override: str) -> None:
 )
 def test_what_makes_another_run(override: str, after: object) -> None:
     other = with_(override)
-    (key,) = found = difference(RunConfig(), other)
+    (key,) = found = settings_difference(RunConfig(), other)
     before, _ = found[key]
     assert found == {override.partition("=")[0]: (before, after)}
-    assert difference(other, RunConfig()) == {key: (after, before)}
+    assert settings_difference(other, RunConfig()) == {key: (after, before)}
     assert digest(RunConfig()) != digest(other)
 
 
 @draws(30)
 @given(one=sections(), other=sections())
 def test_digests_agree_exactly_where_nothing_differs(one: RunConfig, other: RunConfig) -> None:
-    assert (difference(one, other) == {}) == (digest(one) == digest(other))
-    assert difference(one, one) == {}
+    assert (settings_difference(one, other) == {}) == (digest(one) == digest(other))
+    assert settings_difference(one, one) == {}
 
 
 def test_a_digest_is_64_hex_digits_and_lasting() -> None:

@@ -37,6 +37,8 @@ KEYS = known_keys()
         ("nam", "name"),
         ("rolout", "rollout"),
         ("algorithm.kl_coeff", "algorithm.kl.coef"),
+        ("algorithm.advantage.gama", "algorithm.advantage.gamma"),
+        ("algorithm.policy_loss.temperature_po", "algorithm.policy_loss.temperature_pos"),
         ("rollout.n.x", "rollout.n"),
         ("reward.function", "reward.functions"),
         ("reward.functions[].wieght", "reward.functions[].weight"),

@@ -16,7 +16,7 @@ from support.models.tokenizers import char_tokenizer
 from support.ranks.processes import run_ranks
 
 from burnish.algorithms.base import ScoredRollouts, load_advantage
-from burnish.config.schema import AdvantageName, RewardConfig, RunConfig
+from burnish.config.schema import AdvantageConfig, AdvantageName, RewardConfig, RunConfig
 from burnish.data.loader import Loader
 from burnish.distributed.layout import Layout
 from burnish.errors import UsageError
@@ -262,7 +262,9 @@ def test_a_rollout_without_a_reward_leaves_no_trace(advantage: str, place: str) 
     found = []
     for groups in (whole, [group for group in left if group]):
         table, policy = RolloutTable.of(groups), Models(0.125)
-        kind = own_advantage if advantage == "own" else load_advantage(advantage)
+        kind = (
+            own_advantage if advantage == "own" else load_advantage(AdvantageConfig(name=advantage))
+        )
         update = PolicyUpdate(policy, Models(0.25).forward, Models(0.5), COSTS, config, kind)
         found.append((table, update.assign_credit(table, update.minibatches(table))))
     (table, credit), (_, wanted) = found

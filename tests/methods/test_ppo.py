@@ -127,7 +127,7 @@ def test_stopped_by_a_signal_before_the_first_step_and_between_two_updates(
 def test_a_checkpoint_without_a_critic_is_refused_and_stays_as_it_is(work: Path) -> None:
     run = done(work, "rl", "rl.yaml", "name=alone", "steps=2")
     recorded = run / "config.yaml"
-    recorded.write_text(recorded.read_text().replace("advantage: grpo", "advantage: gae"))
+    recorded.write_text(recorded.read_text().replace("name: grpo", "name: gae"))
     before = weights(run)
     argv = ["rl", "rl.yaml", "algorithm.advantage=gae", "name=alone", "steps=3"]
     code, output = burnish(work, *argv)

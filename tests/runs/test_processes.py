@@ -20,7 +20,7 @@ from support.runs.training_files import done, metrics, ranks, rollouts
 REPOSITORY = Path(__file__).parents[2]
 PPO = [*RL, "algorithm.kl.place=reward", "algorithm.advantage=gae", "critic.lr=0.01"]
 CHOOSING = [
-    *(*RL, "algorithm.policy_loss=kl_cov", "algorithm.cov_ratio=0.3"),
+    *(*RL, "algorithm.policy_loss=kl_cov", "algorithm.policy_loss.cov_ratio=0.3"),
     *("algorithm.advantage=reinforce_plus_plus", "algorithm.kl.place=reward"),
     "algorithm.mask_truncated=true",
 ]

@@ -32,19 +32,23 @@ COSTS = ModelFlops(per_token=1.0, attention={})
 SAMPLES, LONGEST = 4, 600
 LAYOUTS = [{}, {"tensor": 2}, {"sequence": 2}, {"pipeline": 2}, {"pipeline": 2, "tensor": 2}]
 KL = {"coef": 0.1, "place": "reward", "estimator": "k1"}
+CLIP_COV = {"name": "clip_cov", "cov_low": 0, "cov_high": 2, "cov_ratio": 0.01}
 SETTINGS: list[dict[str, Any]] = [
     {"algorithm": {"old_logprobs": "rollout", "mask_truncated": True}},
     {"algorithm": {"router_replay": "rollout"}, "batch": {"minibatches": 2}},
     {
-        "algorithm": {"advantage": "gae", "kl": KL, "mask_truncated": True},
+        "algorithm": {
+            "advantage": {"name": "gae", "gamma": 0.99, "lam": 0.9},
+            "kl": KL,
+            "mask_truncated": True,
+        },
         "batch": {"minibatches": 2},
-        "critic": {"gamma": 0.99, "lam": 0.9},
     },
     {
         "algorithm": {"advantage": "reinforce_plus_plus", "kl": KL, "policy_loss": "kl_cov"},
         "batch": {"epochs": 2},
     },
-    {"algorithm": {"policy_loss": "clip_cov", "cov_low": 0, "cov_high": 2, "cov_ratio": 0.01}},
+    {"algorithm": {"policy_loss": CLIP_COV}},
     {"algorithm": {"advantage": "grpo", "kl": KL, "top_entropy": 0.2}},
 ]
 

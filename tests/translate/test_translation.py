@@ -70,7 +70,7 @@ def test_a_script_of_verl(tmp_path: Path) -> None:
     assert config.data.validation == ["a.parquet", "b.parquet"]
     assert (config.data.max_prompt_length, config.rollout.max_response_length) == (512, 1024)
     assert (config.batch.prompts, config.batch.minibatches, config.rollout.n) == (1024, 4, 5)
-    assert (config.optim.lr, config.algorithm.advantage) == (3e-6, "rloo")
+    assert (config.optim.lr, config.algorithm.advantage.name) == (3e-6, "rloo")
     assert (config.algorithm.kl.coef, config.algorithm.kl.place) == (0.001, "loss")
     assert config.algorithm.aggregation == "sequence_mean"
     assert config.engine.activation_checkpointing == "full"
@@ -94,8 +94,8 @@ def test_arguments_of_trls_grpo(tmp_path: Path) -> None:
     assert (config.batch.prompts, config.rollout.n) == (8 * 8 * 4 // 4, 4)
     functions = [(each.function, each.weight) for each in config.reward.functions]
     assert functions == [("trl.rewards:accuracy_reward", 1.0), ("my.rewards:short", 0.5)]
-    assert (config.algorithm.policy_loss, config.algorithm.clip_high) == ("cispo", 4.0)
-    assert (config.algorithm.kl.coef, config.algorithm.advantage) == (0.04, "grpo_batch_std")
+    assert (config.algorithm.policy_loss.name, config.algorithm.clip_high) == ("cispo", 4.0)
+    assert (config.algorithm.kl.coef, config.algorithm.advantage.name) == (0.04, "grpo_batch_std")
     assert (config.optim.schedule, config.optim.warmup_steps, config.steps) == ("cosine", 10, 100)
     assert (config.optim.betas, config.rollout.temperature) == ((0.9, 0.95), 0.7)
     assert (config.engine.activation_checkpointing, config.model.lora.rank) == ("full", 32)

@@ -150,7 +150,7 @@ def _models(
     engine = make_run_engine(foundation, config.optim)
     learners: dict[str, Learner] = {MAIN: Learner(engine, foundation)}
     critic = None
-    if config.algorithm.advantage == "gae":
+    if config.algorithm.advantage.name == "gae":
         from burnish.methods.parts.critic import Critic
 
         critic = Critic.make(foundation, total_steps, engine)

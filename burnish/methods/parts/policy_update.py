@@ -20,7 +20,7 @@ from burnish.algorithms.base import (
     selects_tokens,
 )
 from burnish.algorithms.kl import kl_estimates
-from burnish.config.schema import RewardConfig, RunConfig
+from burnish.config.schema import GAESettings, RewardConfig, RunConfig
 from burnish.data.batching import Outlines, make_batch
 from burnish.data.loader import order
 from burnish.distributed.collectives import gather_objects, gather_rows
@@ -91,7 +91,7 @@ class PolicyUpdate:
 
         `kl_coef` replaces an adaptive `algorithm.kl.coef`.
         """
-        kind, kl = self.config.algorithm.advantage, self.config.algorithm.kl
+        kind, kl = self.config.algorithm.advantage.name, self.config.algorithm.kl
         scored, lengths = list(batches), _scored_lengths(table)
         in_reward = kl.coef > 0 and kl.place == "reward"
         if in_reward or kind in BY_TOKEN:
@@ -172,11 +172,13 @@ class PolicyUpdate:
         from burnish.algorithms import critic as of_critic
 
         lengths = _scored_lengths(table)
-        numbers, config, gamma, lam = _rollouts_of(batches), self.config.critic, 1.0, 1.0
+        numbers = _rollouts_of(batches)
+        formula = self.config.algorithm.advantage
+        settings = GAESettings(gamma=1.0, lam=1.0)
         values = {n: np.zeros(lengths[n], np.float32) for n in numbers}
-        has_values = self.config.algorithm.advantage == "gae"
+        has_values = formula.name == "gae"
         if has_values:
-            gamma, lam = config.gamma, config.lam
+            settings = formula.settings_as(GAESettings)
             for batch in batches:
                 outputs = self.critic.engine.forward(batch.without_experts())
                 values |= _cut_prompts(table, batch, [_to_numpy(each.values) for each in outputs])
@@ -184,8 +186,8 @@ class PolicyUpdate:
             table.rewards[numbers],
             [values[n] for n in numbers],
             [penalties[n] for n in numbers] if penalties else None,
-            gamma,
-            lam,
+            settings.gamma,
+            settings.lam,
         )
         sums = self._gather(table, dict(zip(numbers, found.sums, strict=True)), found.sums.shape[1])
         means, whitened = found.whitened(sums, lengths)

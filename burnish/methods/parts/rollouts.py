@@ -218,7 +218,7 @@ class GroupSampler:
                 if config.data.streaming:
                     prompts = [self.dataset[index] for index in taken]
             collected = collect(prompts, first_key, config.rollout.n, how)
-            if config.algorithm.advantage == "remax":
+            if config.algorithm.advantage.name == "remax":
                 greedy = collect(prompts, first_key, 1, replace(how, temperature=0.0))
                 baselines = shaped(greedy).rewards[collected.groups]
                 collected = _without_baseline(collected, greedy)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from hypothesis import strategies as st
 
-from burnish.config.schema import RunConfig, Section
+from burnish.config.schema import FormulaConfig, RunConfig, Section
 
 TEXT = st.text(
     st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=12
@@ -33,6 +34,15 @@ def sections(section: type[Section] = RunConfig) -> st.SearchStrategy[Any]:
     return st.fixed_dictionaries(required, optional=optional).map(section.model_validate)
 
 
+def _with_own_settings(formulas: type[FormulaConfig]) -> Iterator[st.SearchStrategy[Any]]:
+    """Yield each built-in formula that has settings of its own, with such settings."""
+    for name, own in formulas.own_settings.items():
+        given = sections(own).map(
+            lambda settings, name=name: {"name": name, **settings.model_dump()}
+        )
+        yield given.map(formulas.model_validate)
+
+
 def values(annotation: Any, metadata: list[Any]) -> st.SearchStrategy[Any]:
     is_union = get_origin(annotation) in (Union, UnionType)
     alternatives = get_args(annotation) if is_union else (annotation,)
@@ -41,6 +51,8 @@ def values(annotation: Any, metadata: list[Any]) -> st.SearchStrategy[Any]:
 
 def _one(annotation: Any, metadata: list[Any]) -> st.SearchStrategy[Any]:
     origin, arguments = get_origin(annotation), get_args(annotation)
+    if isinstance(annotation, type) and issubclass(annotation, FormulaConfig):
+        return st.one_of(sections(annotation), *_with_own_settings(annotation))
     if isinstance(annotation, type) and issubclass(annotation, Section):
         return sections(annotation)
     if origin is Annotated:
