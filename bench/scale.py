@@ -57,7 +57,7 @@ from burnish.config.schema import RunConfig
 from burnish.data import batching
 from burnish.data.balance import by_share, inverse, share_evenly
 from burnish.data.loader import Loader
-from burnish.distributed import failure_watch, processes
+from burnish.distributed import failure_watch, meeting, processes
 from burnish.distributed.collectives import any_rank, by_number, deliver
 from burnish.distributed.device import (
     keep_freed_pages,
@@ -66,7 +66,7 @@ from burnish.distributed.device import (
     used_memory,
 )
 from burnish.distributed.layout import Layout
-from burnish.distributed.processes import group_sizes
+from burnish.distributed.meeting import group_sizes
 from burnish.distributed.rank_place import RankPlace
 from burnish.distributed.stall import StallLimits
 from burnish.methods.parts.policy_update import PolicyUpdate
@@ -118,7 +118,7 @@ def beside(target: Callable[..., None], *arguments: object) -> Iterator[Connecti
 
 def serve_store(pipe: Connection, ranks: int) -> None:
     """Serve a store until the pipe closes."""
-    processes.raise_descriptors(ranks)
+    meeting.raise_descriptors(ranks)
     store = TCPStore("127.0.0.1", 0, None, True, PATIENCE, False)
     pipe.send(store.port)
     wait_for_end(pipe)
@@ -126,7 +126,7 @@ def serve_store(pipe: Connection, ranks: int) -> None:
 
 def serve_relay(pipe: Connection, ranks: int) -> None:
     """Serve a relay until the pipe closes."""
-    processes.raise_descriptors(ranks)
+    meeting.raise_descriptors(ranks)
     relay = failure_watch._Relay(local=True, limits=StallLimits(0.0))
     relay.start()
     pipe.send(relay.contact)
@@ -144,7 +144,7 @@ def meet(pipe: Connection, first: int, count: int, ranks: int, port: int) -> Non
     The ranks act one after the other: with thousands of threads, the threads would be measured. So a rank that waits for the others
     finds them there.
     """
-    processes.raise_descriptors(count)
+    meeting.raise_descriptors(count)
     pipe.send("ready")
     pipe.recv()
     places = [
@@ -152,12 +152,12 @@ def meet(pipe: Connection, first: int, count: int, ranks: int, port: int) -> Non
         for rank in range(first, first + count)
     ]
     with ThreadPoolExecutor(16) as pool:  # each connection looks its own name up, which takes time
-        stores = list(pool.map(lambda place: processes._connect(place, PATIENCE), places))
+        stores = list(pool.map(lambda place: meeting._connect(place, PATIENCE), places))
     pipe.send(count)
     pipe.recv()
     for point in ("here", "joined"):
         for place, store in zip(places, stores, strict=True):
-            processes._arrive(store, place.layout, point)
+            meeting.arrive(store, place.layout, point)
         for store in stores:
             store.wait([f"{point}/all"], PATIENCE)
     join(places, stores)
@@ -185,7 +185,7 @@ def join(places: list[RankPlace], stores: list[Store]) -> None:
 
 def listen(pipe: Connection, first: int, count: int, contact: dict[str, Any]) -> None:
     """As fake ranks, connect to a relay and introduce all. Then wait for a failure, which the first rank reports if asked to."""
-    processes.raise_descriptors(count)
+    meeting.raise_descriptors(count)
     pipe.send("ready")
     pipe.recv()
     address = contact["address"], contact["port"]

@@ -29,7 +29,7 @@ from burnish.distributed.collectives import agree, from_main, gather_objects
 from burnish.distributed.environment import place_of
 from burnish.distributed.host_memory import Arena
 from burnish.distributed.layout import Layout
-from burnish.distributed.processes import connect_lazily, in_groups
+from burnish.distributed.meeting import connect_lazily, in_groups
 from burnish.errors import BurnishError
 from burnish.files.durable import naming_failures
 from burnish.files.storage import allocate

@@ -101,7 +101,7 @@ def _must_print(error: BurnishError) -> bool:
         return True
     if error.printed_by_main and not layout.is_main:
         return False
-    from burnish.distributed.processes import is_first
+    from burnish.distributed.meeting import is_first
 
     return is_first(_RANK_PREFIX.sub("", str(error)))
 

@@ -26,7 +26,7 @@ from burnish.boxes.pieces import alike_tensors
 from burnish.boxes.shards import Shard, TensorSpec
 from burnish.distributed.collectives import gather_objects
 from burnish.distributed.layout import Layout
-from burnish.distributed.processes import by_machine
+from burnish.distributed.meeting import by_machine
 from burnish.errors import IncompatibleError, MissingError
 
 MINUTE = timedelta(seconds=60)

@@ -33,7 +33,7 @@ from burnish.checkpoint.manager import Checkpoints
 from burnish.checkpoint.steps import newest, open_step, verify
 from burnish.checkpoint.write_plan import MAIN, WritePlan
 from burnish.distributed.layout import Layout
-from burnish.distributed.processes import in_groups
+from burnish.distributed.meeting import in_groups
 from burnish.errors import BurnishError, CorruptError, IncompatibleError, MissingError
 from burnish.files.safetensors import read_header
 from burnish.files.storage import LocalStorage

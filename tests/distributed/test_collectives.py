@@ -20,7 +20,8 @@ from burnish.distributed.collectives import (
     same_on_all_ranks,
 )
 from burnish.distributed.layout import Layout
-from burnish.distributed.processes import connect_lazily, in_groups, process_group
+from burnish.distributed.meeting import connect_lazily, in_groups
+from burnish.distributed.processes import process_group
 from burnish.errors import BurnishError, MissingError
 from burnish.tracking.stats import Max, Mean, Stats, Sum
 

@@ -18,7 +18,7 @@ from torch.distributed import HashStore
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from burnish.distributed import processes
+from burnish.distributed import meeting
 from burnish.distributed.device import (
     free_memory,
     has_fp64,
@@ -29,7 +29,8 @@ from burnish.distributed.device import (
     used_memory,
 )
 from burnish.distributed.layout import Layout
-from burnish.distributed.processes import Mesh, backend_of, process_group, raise_descriptors
+from burnish.distributed.meeting import raise_descriptors
+from burnish.distributed.processes import Mesh, backend_of, process_group
 from burnish.distributed.rank_place import RankPlace
 from burnish.errors import BurnishError, UsageError
 
@@ -37,18 +38,18 @@ CPU = torch.device("cpu")
 
 
 def test_rank_0_says_for_whom_it_waits(monkeypatch, caplog):
-    monkeypatch.setattr(processes, "_SILENT_SECONDS", 0.1)
+    monkeypatch.setattr(meeting, "_SILENT_SECONDS", 0.1)
     store = HashStore()
     store.set("met/1", "here")
     store.add("met/count", 1)
     with caplog.at_level("INFO"), pytest.raises(BurnishError) as caught:
-        processes._await_everybody(store, Layout(0, 3, 0, 3), timedelta(seconds=1), "met")
+        meeting.await_everybody(store, Layout(0, 3, 0, 3), timedelta(seconds=1), "met")
     assert "2 of 3" in caplog.text
     assert "rank 2" in str(caught.value)
-    monkeypatch.setattr(processes, "_SILENT_SECONDS", 1e6)
+    monkeypatch.setattr(meeting, "_SILENT_SECONDS", 1e6)
     with pytest.raises(BurnishError):
-        processes._await_everybody(store, Layout(0, 3, 0, 3), timedelta(seconds=0.2), "again")
-    processes._await_everybody(store, Layout(2, 3, 2, 3), timedelta(seconds=1), "met")
+        meeting.await_everybody(store, Layout(0, 3, 0, 3), timedelta(seconds=0.2), "again")
+    meeting.await_everybody(store, Layout(2, 3, 2, 3), timedelta(seconds=1), "met")
 
 
 def test_a_lone_process_has_a_group_and_a_mesh():

@@ -20,7 +20,7 @@ from burnish.algorithms.base import load_advantage
 from burnish.config.schema import RunConfig
 from burnish.distributed.collectives import deliver, gather_objects
 from burnish.distributed.layout import Layout
-from burnish.distributed.processes import in_groups
+from burnish.distributed.meeting import in_groups
 from burnish.methods.parts.policy_update import PolicyUpdate
 from burnish.models.flops import ModelFlops
 from burnish.records import Batch, Completion, Prompt, Rollout, TokenOutputs
