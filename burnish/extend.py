@@ -1,4 +1,4 @@
-"""The extensions of each kind: the only table from names to `module:object`.
+"""Built-in parts, and parts of one's own: the only table from names to `module:object`.
 
 A setting names an extension in one of three ways: a built-in name, the name of an entry point in the kind's group
 (`burnish.engines`) of an installed distribution, or a class of one's own as `file.py:Class` or `module:Class`.
@@ -14,7 +14,7 @@ from types import FunctionType
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from burnish.errors import UsageError, few
-from burnish.functions import did_you_mean, fingerprint, load_function
+from burnish.functions import Registry, did_you_mean, fingerprint, load_function
 
 if TYPE_CHECKING:  # a table knows its protocol by name, so that nothing is loaded with it
     from burnish.engines.base import Engine
@@ -212,3 +212,23 @@ DESTINATIONS: Table[type[RemoteDestination]] = Table(
     "source", "burnish.files.backends:RemoteDestination", SOURCES.builtins
 )
 """Sources that can be written as well, for `checkpoint.mirror` and `output_dir`."""
+
+ADVANTAGES: Registry = {
+    name: f"burnish.algorithms.advantages:{name}"
+    for name in (
+        "grpo", "dr_grpo", "grpo_batch_std", "rloo", "opo", "gpg", "pass_at_k", "gdpo", "remax", "reinforce_plus_plus_baseline",
+    )
+}  # fmt: skip
+"""Functions of `algorithm.advantage`. `burnish.algorithms.critic` has those that differ among the tokens of a completion."""
+
+POLICY_LOSSES: Registry = {
+    name: f"burnish.algorithms.policy_loss:{name}"
+    for name in ("ppo", "gspo", "cispo", "sapo", "gmpo", "dppo_tv", "dppo_kl", "clip_cov", "kl_cov")
+}
+"""Functions of `algorithm.policy_loss`."""
+
+REWARDS: Registry = {
+    name: f"burnish.rewards.builtin:{name}"
+    for name in ("exact_match", "numeric", "regex", "math_verify")
+}
+"""Functions of `reward.functions`."""

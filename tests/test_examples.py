@@ -16,9 +16,9 @@ from transformers import AutoTokenizer
 from burnish.config.load import read_config
 from burnish.data.sources import load_rows
 from burnish.data.tasks import PromptDataset
+from burnish.extend import REWARDS
 from burnish.functions import load_function
 from burnish.methods.table import METHODS
-from burnish.rewards.signature import BUILTINS
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
@@ -41,7 +41,7 @@ def test_the_hubs_questions_are_asked_with_the_chat_template(tmp_path: Path) -> 
     assert "\\boxed{}" in system["content"]
     assert user == {"role": "user", "content": "1+1?"}
     assert prompt.text.endswith("<think>\n\n</think>\n\n")
-    score = load_function(config.reward.functions[0].function, "reward.functions", BUILTINS)
+    score = load_function(config.reward.functions[0].function, "reward.functions", REWARDS)
     assert [score(said, prompt.answer) for said in ("\\boxed{2}", "\\boxed{3}")] == [1.0, 0.0]
 
 

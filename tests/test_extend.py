@@ -28,9 +28,20 @@ from burnish.boxes.shards import Publication
 from burnish.config.load import read_config
 from burnish.distributed.layout import Layout
 from burnish.errors import UsageError
-from burnish.extend import DESTINATIONS, ENGINES, GENERATORS, SOURCES, TRACKERS, Table, _lacking
+from burnish.extend import (
+    ADVANTAGES,
+    DESTINATIONS,
+    ENGINES,
+    GENERATORS,
+    POLICY_LOSSES,
+    REWARDS,
+    SOURCES,
+    TRACKERS,
+    Table,
+    _lacking,
+)
 from burnish.extend import METHODS as METHODS_OF_OTHERS
-from burnish.functions import load_function
+from burnish.functions import Registry, load_function
 from burnish.methods.table import METHODS
 from burnish.models.names import model_shards
 from burnish.rollout.base import Generator
@@ -151,6 +162,12 @@ def test_every_built_in_is_there_and_does_what_its_protocol_says(table: Table[An
         found = load_function(target, name)
         lacking = [*_lacking(found, protocol, ())]
         assert lacking == [] or name == "openai"  # which has no model
+
+
+@pytest.mark.parametrize("functions", [ADVANTAGES, POLICY_LOSSES, REWARDS])
+def test_every_built_in_function_is_there(functions: Registry) -> None:
+    for name, target in functions.items():
+        assert callable(load_function(str(target), name))
 
 
 @pytest.fixture(scope="module")

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from burnish.errors import UsageError
+from burnish.extend import REWARDS
 from burnish.functions import fingerprint, load_function, name_of
 from burnish.rewards import builtin
-from burnish.rewards.signature import BUILTINS
 
 SETTING = "reward.functions"
 SOURCE = """
@@ -33,7 +33,7 @@ def test_functions_of_modules_files_and_built_in_ones(here: Path) -> None:
     for name in ("mine_of_test.py:double", f"{here}/mine_of_test.py:double", "mine_of_test:double"):
         assert load_function(name, SETTING)([2]) == [4]
     for name in ("exact_match", "numeric", "regex"):
-        assert load_function(name, SETTING, BUILTINS) is getattr(builtin, name)
+        assert load_function(name, SETTING, REWARDS) is getattr(builtin, name)
     assert load_function("len", SETTING, {"len": len}) is len
     assert load_function("pathlib:Path", SETTING) is Path
 
@@ -66,7 +66,7 @@ def test_a_file_may_import_another_beside_it(
 )
 def test_names_that_lead_nowhere(here: Path, name: str) -> None:
     with pytest.raises(UsageError) as caught:
-        load_function(name, SETTING, BUILTINS)
+        load_function(name, SETTING, REWARDS)
     assert caught.value.problem.startswith(SETTING)
     assert caught.value.have
     assert caught.value.want
@@ -81,7 +81,7 @@ def test_a_misspelt_name_gets_the_nearest(here: Path) -> None:
         "mine_of_test:dubble": "'double'",
     }.items():
         with pytest.raises(UsageError) as caught:
-            load_function(name, SETTING, BUILTINS)
+            load_function(name, SETTING, REWARDS)
         assert near in str(caught.value.do)
 
 
@@ -109,7 +109,7 @@ def test_a_fingerprint_is_of_the_content(here: Path) -> None:
     assert fingerprint("moved.py:double", SETTING) == first
     (here / "moved.py").write_text(f"{SOURCE}\n")
     assert fingerprint("moved.py:double", SETTING) != first
-    assert fingerprint("numeric", SETTING, BUILTINS) == "numeric"
+    assert fingerprint("numeric", SETTING, REWARDS) == "numeric"
     assert fingerprint("math:sqrt", SETTING) == "math:sqrt"
     with pytest.raises(UsageError):
         fingerprint("nowhere_of_test:f", SETTING)

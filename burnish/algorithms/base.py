@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -19,24 +19,14 @@ import torch
 from torch import Tensor
 
 from burnish.algorithms.own_settings import with_settings
-from burnish.config.schema import AdvantageConfig, AdvantageName, AlgorithmConfig, PolicyLossName
+from burnish.config.schema import AdvantageConfig, AlgorithmConfig
 from burnish.errors import BurnishError, UsageError
-from burnish.functions import Registry, failure, guarded, load_function
+from burnish.extend import ADVANTAGES, POLICY_LOSSES
+from burnish.functions import failure, guarded, load_function
 from burnish.records import Floats, MicroBatch
 
 BY_TOKEN = ("gae", "reinforce_plus_plus")
 """Advantages that differ among the tokens of a completion (`burnish.algorithms.critic.gae`)."""
-ADVANTAGES: Registry = {
-    name: f"burnish.algorithms.advantages:{name}"
-    for name in get_args(AdvantageName)
-    if name not in BY_TOKEN
-}
-"""Estimators by name."""
-
-POLICY_LOSSES: Registry = {
-    name: f"burnish.algorithms.policy_loss:{name}" for name in get_args(PolicyLossName)
-}
-"""Policy losses by name."""
 _LARGEST_REWARD = 1e30
 """Larger rewards are refused: their differences would not fit in fp32."""
 LOG_RATIO_BOUND = 20.0

@@ -33,10 +33,10 @@ from burnish.config.credentials import with_environment
 from burnish.config.schema import RewardConfig
 from burnish.distributed.environment import environ_of_child
 from burnish.errors import BurnishError, MissingError, UsageError
+from burnish.extend import REWARDS
 from burnish.records import Completion, Prompt, RewardCall, Rollout
 from burnish.rewards.overview import message_hint
 from burnish.rewards.signature import (
-    BUILTINS,
     STACK_SIGNAL,
     Answer,
     Signature,
@@ -151,7 +151,7 @@ class RewardPool:
     def require_answer(self, prompt: Prompt, name: str) -> None:
         """Score a ground truth as completion. Raises `UsageError` if a function fails."""
         text = prompt.answer if isinstance(prompt.answer, str) else ""
-        compares = any(each.function in BUILTINS for each in self._config.functions)
+        compares = any(each.function in REWARDS for each in self._config.functions)
         if compares and isinstance(prompt.answer, list | tuple):
             log.warning("the ground truth of %s is a list: any of its answers counts", name)
         no_ids, no_numbers = np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.float32)

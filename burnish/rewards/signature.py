@@ -31,11 +31,6 @@ Style = Literal["trl", "verl"]
 
 STACK_SIGNAL = signal.SIGUSR2
 """The signal that has a worker write the stack of its main thread."""
-BUILTINS: Mapping[str, str] = {
-    name: f"burnish.rewards.builtin:{name}"
-    for name in ("exact_match", "numeric", "regex", "math_verify")
-}
-
 _TRL_ARGUMENTS = frozenset({"prompts", "completions", "completion_ids"})
 """Arguments of a TRL function besides the data's columns."""
 _VERL_ARGUMENTS = frozenset({"data_source", "solution_str", "ground_truth", "extra_info"})

@@ -17,9 +17,9 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from burnish.errors import BurnishError
+from burnish.extend import REWARDS
 from burnish.functions import load_function
 from burnish.rewards.signature import (
-    BUILTINS,
     STACK_SIGNAL,
     Style,
     call,
@@ -44,7 +44,7 @@ def main(descriptor: int, parent: int, stack: int) -> None:
     with Connection(descriptor) as connection, asyncio.Runner() as runner:
         try:
             named, concurrency, timeout, sys.argv, sys.path = connection.recv()
-            functions = [load_function(name, "reward.functions", BUILTINS) for name, _ in named]
+            functions = [load_function(name, "reward.functions", REWARDS) for name, _ in named]
             signatures = [
                 read_signature(name, function, kwargs)
                 for (name, kwargs), function in zip(named, functions, strict=True)

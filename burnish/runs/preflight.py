@@ -27,12 +27,12 @@ from burnish.errors import (
     of_setting,
     together,
 )
+from burnish.extend import REWARDS
 from burnish.files.hub import FORMS, HubPlace, Kind, is_elsewhere
 from burnish.files.safetensors import ADAPTER_CONFIG
 from burnish.files.urls import is_url
 from burnish.functions import no_function
 from burnish.method import Method
-from burnish.rewards.signature import BUILTINS
 
 _CONFIG = "config.json"
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
@@ -223,8 +223,8 @@ def _rewards(rewards: RewardConfig) -> Iterator[BurnishError]:
         if reward.function == "math_verify":
             want, do = "math-verify, which compares expressions", install("math")
             yield from _package("math_verify", setting, want, f"{do}, or name another function")
-        if ":" not in reward.function and reward.function not in BUILTINS:
-            yield no_function(reward.function, setting, BUILTINS)
+        if ":" not in reward.function and reward.function not in REWARDS:
+            yield no_function(reward.function, setting, REWARDS)
         yield from _code(reward.function, setting)
 
 

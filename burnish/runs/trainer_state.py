@@ -20,11 +20,10 @@ from burnish.config.schema import AlgorithmConfig, RewardFunctionConfig
 from burnish.data.tasks import ItemSequence
 from burnish.engines.base import Engine, Part
 from burnish.errors import BurnishError, IncompatibleError, table
-from burnish.extend import METHODS
+from burnish.extend import METHODS, REWARDS
 from burnish.files.safetensors import model_digest
 from burnish.files.strict_json import clipped, shortened
 from burnish.functions import fingerprint
-from burnish.rewards.signature import BUILTINS
 from burnish.runs.setup import Learner
 
 if TYPE_CHECKING:
@@ -130,7 +129,7 @@ class Fingerprints:
         if method:
             formula = _digest([formula, METHODS.fingerprint(method, "METHOD")])
         digests = _digest(vocabulary), _digest(rules), len(data), data.digest
-        scores = [fingerprint(each.function, "reward.functions", BUILTINS) for each in rewards]
+        scores = [fingerprint(each.function, "reward.functions", REWARDS) for each in rewards]
         return cls(*digests, formula, _weights_digest(model), _digest(scores))
 
     def changed_since(self, recorded: Any, where: PurePath) -> list[str]:

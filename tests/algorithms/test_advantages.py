@@ -10,9 +10,7 @@ from hypothesis import strategies as st
 
 from burnish.algorithms.advantages import EPSILON
 from burnish.algorithms.base import (
-    ADVANTAGES,
     BY_TOKEN,
-    POLICY_LOSSES,
     ScoredRollouts,
     check_finite,
     load_advantage,
@@ -21,6 +19,7 @@ from burnish.algorithms.base import advantages as compute
 from burnish.algorithms.critic import gae
 from burnish.config.schema import AdvantageConfig, AdvantageName, PolicyLossName
 from burnish.errors import BurnishError, UsageError
+from burnish.extend import ADVANTAGES, POLICY_LOSSES
 
 
 def scored_rollouts(rewards, groups, lengths, penalties=None, **more):

@@ -9,7 +9,6 @@ import torch
 
 from burnish.algorithms import policy_loss
 from burnish.algorithms.base import (
-    POLICY_LOSSES,
     advantages,
     load_advantage,
     load_policy_loss,
@@ -22,6 +21,7 @@ from burnish.config.schema import (
     Section,
 )
 from burnish.errors import UsageError
+from burnish.extend import POLICY_LOSSES
 
 OWN = """
 {future}
