@@ -27,7 +27,7 @@ MOST_DOUBLED_CLASSES = 0
 MOST_DOUBLED_MODULES = 0
 MOST_LINES_OF_A_FILE = 900
 MOST_LOADED_LINES = 31_000
-"""Lines of our modules that a plain run may load."""
+"""Lines of our modules that a plain run may load. The goal is 24,000."""
 OPTIONS = (
     "burnish.algorithms.critic",
     "burnish.algorithms.token_selection",
@@ -43,11 +43,14 @@ OPTIONS = (
     "burnish.cli.dry_run",
     "burnish.cli.launch",
     "burnish.cli.plan",
+    "burnish.data.example_encoder",
+    "burnish.data.examples",
     "burnish.data.in_memory",
     "burnish.data.splits",
     "burnish.data.streaming",
     "burnish.distributed.accelerators",
     "burnish.distributed.failure_watch",
+    "burnish.distributed.meeting",
     "burnish.distributed.slurm",
     "burnish.engines.megatron",
     "burnish.engines.offload",
