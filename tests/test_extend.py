@@ -125,6 +125,20 @@ class Narrow(TorchEngine):
         pass
 
 
+class Wrong(TorchEngine):
+    """Steps twice as far."""
+
+    def optim_step(self, lr):
+        return super().optim_step(2 * lr)
+
+
+class Failing(TorchEngine):
+    """Has a mistake."""
+
+    def forward_backward(self, batch, loss):
+        return {}["loss"]
+
+
 class Unlayered(TorchEngine):
     """Makes nothing."""
 
@@ -424,6 +438,15 @@ def test_a_run_that_names_none_writes_nothing(root: Path, setting: str) -> None:
     assert setting.partition("=")[2].strip("[]") in said
     assert "Traceback" not in said
     assert not (root / "runs" / "run" / "config.yaml").exists()
+
+
+@pytest.mark.parametrize("name", ["Wrong", pytest.param("Failing", marks=pytest.mark.nightly)])
+def test_an_engine_that_computes_something_else_is_refused(root: Path, name: str) -> None:
+    code, said = burnish(root, "sft", "sft.yaml", f"engine.kind=mine.py:{name}")
+    assert code == 4, said
+    assert f"mine.py:{name}" in said
+    assert "Traceback" not in said
+    assert not [*(root / "runs" / "run" / "checkpoints").glob("step-*")]
 
 
 def test_an_engine_without_its_attributes_is_refused_with_their_names(root: Path) -> None:

@@ -16,6 +16,7 @@ from burnish.config.schema import EngineConfig, LoraConfig
 from burnish.distributed.collectives import gather_objects
 from burnish.distributed.layout import Layout
 from burnish.engines.base import Engine
+from burnish.errors import BurnishError, IncompatibleError
 from burnish.extend import ENGINES
 from burnish.rollout.base import Sampling
 
@@ -80,7 +81,19 @@ def prove_layout(
     begun = perf_counter()
     from burnish.check.family_proof import prove_step
 
-    worst = prove_step(engine, hf_config, config, lora, device)
+    try:
+        worst = prove_step(engine, hf_config, config, lora, device)
+    except BurnishError as error:
+        if config.kind in ENGINES.builtins:
+            raise
+        refusal = IncompatibleError(
+            f"engine.kind: {config.kind} does not compute what plain transformers computes",
+            have=f"{error.problem}: {error.have}",
+            want="the loss, gradients and weights of a step of a small model",
+            do="correct the engine; tests/contracts/engine.py has the same comparison as a test",
+        )
+        refusal.printed_by_main = error.printed_by_main
+        raise refusal from error
     if layout.is_main:
         seconds = perf_counter() - begun
         said = "checked: %d processes are the same as one, to %.0e, in %.1f s"
