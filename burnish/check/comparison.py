@@ -37,7 +37,7 @@ TOLERANCE = 1e-4
 """Most relative difference (2-norm) by another order of fp32 sums."""
 _LR, _TEMPERATURE, _SEED = 1e-3, 0.8, 5
 """Of the step, of the outputs, and of the weights."""
-_OF_ENTROPY, _OF_COLUMNS = 0.3, 0.04
+_OF_ENTROPY, _OF_COLUMNS = 0.3, 0.01
 """How much entropies count in the loss, and the per-token columns of a batch."""
 _LEAST = 1e-2
 """Least norm that a gradient's error is divided by, relative to all gradients' norm: some gradients are 0 but for rounding."""
@@ -68,7 +68,6 @@ class Material:
 
     hf_config: PretrainedConfig
     examples: Sequence[Example]
-    """Sequences with every column that `weighted_output` reads."""
     engine: EngineConfig
     """The layout, in fp32."""
     lora: LoraConfig | None
@@ -148,13 +147,15 @@ def compared(engine: Engine, given: Material) -> list[Difference]:
 
 
 def weighted_output(outputs: TokenOutputs, micro: MicroBatch) -> tuple[Tensor, Stats]:
-    """Return a loss in which each output, each entropy and each column of the batch counts, so that none may be another token's."""
+    """Return a loss in which each output and each entropy counts, and each of `COLUMNS` that the batch has."""
     values = outputs.values
     if not len(values):
         values = outputs.logprobs + _OF_ENTROPY * outputs.entropy
     weights = torch.ones_like(values)
-    for number, column in enumerate(COLUMNS, start=1):
-        weights = weights + number * _OF_COLUMNS * micro.given(column)
+    for number, name in enumerate(COLUMNS, start=1):
+        column: Tensor | None = getattr(micro, name)
+        if column is not None:
+            weights = weights + number * _OF_COLUMNS * column
     return aggregation("token_mean", micro, 1)(-weights * values.float()), Stats()
 
 

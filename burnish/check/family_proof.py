@@ -126,6 +126,7 @@ def compare_layout(
     """
     with _computing(hf_config.get_text_config().model_type, lora):
         given = small_material(hf_config, config, lora)
+        given = replace(given, examples=_with_columns(given.examples))
         engine = _small_engine(given, layout, device, beside)
         differences = compared(engine, given)
         engine.close()
@@ -198,9 +199,19 @@ def _examples(hf_config: PretrainedConfig, longest: int) -> list[Example]:
     for token_ids, first in zip(samples + alone, firsts, strict=True):
         token_ids = token_ids[:most]
         mask = np.arange(len(token_ids)) >= min(first, most - 1)
-        drawn = rng.normal(size=(len(COLUMNS), len(mask))).astype(np.float32) * mask
-        examples.append(Example(token_ids, mask, **dict(zip(COLUMNS, drawn, strict=True))))
+        examples.append(Example(token_ids, mask))
     return examples
+
+
+def _with_columns(examples: Sequence[Example]) -> list[Example]:
+    """Add random per-token columns, which ranks have to give to the right tokens."""
+    rng = np.random.default_rng(_SEED)
+    filled = []
+    for example in examples:
+        drawn = rng.normal(size=(len(COLUMNS), len(example.loss_mask))).astype(np.float32)
+        columns = dict(zip(COLUMNS, drawn * example.loss_mask, strict=True))
+        filled.append(replace(example, **columns))
+    return filled
 
 
 def _of_packing(given: Material, wanted: BatchOutcome, device: torch.device) -> list[Difference]:
