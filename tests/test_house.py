@@ -125,7 +125,6 @@ CYCLES = [
         "burnish.methods.sft",
     },
     {"burnish.methods.parts.generators", "burnish.methods.parts.serve"},
-    {"burnish.models.composite", "burnish.models.loading"},
 ]
 """Modules that reach each other, some inside a function. No other may."""
 OTHER_MEANINGS = {"git", "gemma"}

@@ -13,7 +13,7 @@ from burnish.config.schema import EngineConfig
 from burnish.distributed.layout import Layout
 from burnish.errors import IncompatibleError, refusing
 from burnish.models.composite import class_of, module_like
-from burnish.models.loading import Composite
+from burnish.models.language_model import Composite
 from burnish.models.meta_init import plain_model
 
 _VOCABULARY, _TOKENS, _SEED, _TOLERANCE = 64, 24, 5, 1e-4

@@ -21,7 +21,7 @@ from burnish.boxes.tensor_reader import DirectoryReader, TensorInfo, bytes_of, c
 from burnish.checkpoint.load import CheckpointSource
 from burnish.errors import CorruptError, few
 from burnish.files.safetensors import build_header
-from burnish.models.loading import Composite
+from burnish.models.language_model import Composite
 
 _CHUNK = 1 << 20
 

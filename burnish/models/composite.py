@@ -32,7 +32,7 @@ from transformers.utils import (
 from burnish.boxes.tensor_reader import DirectoryReader, TensorInfo
 from burnish.errors import IncompatibleError, few
 from burnish.files.strict_json import parse_object
-from burnish.models.loading import Composite, language_config
+from burnish.models.language_model import Composite, language_config
 from burnish.models.meta_init import build_on_meta
 from burnish.models.names import tensor_specs, tied_names
 

@@ -14,14 +14,12 @@ import shutil
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import (
-    MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
     GenerationConfig,
     PretrainedConfig,
@@ -29,12 +27,10 @@ from transformers import (
 )
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
-    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
-    MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
 )
 
 from burnish.boxes.shards import Shard, TensorSpec
-from burnish.boxes.tensor_reader import DirectoryReader, TensorInfo
+from burnish.boxes.tensor_reader import DirectoryReader
 from burnish.config.schema import ModelConfig
 from burnish.errors import IncompatibleError, MissingError, UsageError, few, refusing
 from burnish.files.safetensors import (
@@ -47,11 +43,11 @@ from burnish.files.safetensors import (
 from burnish.files.storage import Closing
 from burnish.files.strict_json import parse_object
 from burnish.models.heads import has_value_head
+from burnish.models.language_model import Composite, language_config
 from burnish.models.meta_init import (
     build_on_meta,
     has_own_code,
     initialized,
-    other_inputs,
     owned_modules,
 )
 from burnish.models.names import regions, tensor_specs, tied_names
@@ -65,8 +61,6 @@ GENERATION_CONFIG = "generation_config.json"
 """The file with a model's sampling settings, and the tokens that end its completions."""
 
 _LANGUAGE_MODELS = ("model.language_model.", "language_model.model.")
-_WITH_IMAGES = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES | MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES
-
 # Buffers that older versions of transformers saved, and compute now.
 _CONSTANTS = re.compile(r"(^|\.)(inv_freq|position_ids|masked_bias)$")
 
@@ -123,23 +117,6 @@ def read_model_config(config: ModelConfig) -> PretrainedConfig:
     return _with_own_head(language_config(found), directory)
 
 
-def language_config(config: PretrainedConfig) -> PretrainedConfig:
-    """Return the configuration of a composite's language model if transformers has it as a causal language model, else `config`."""
-    text = config.get_text_config()
-    if text is config or has_value_head(config):
-        return config
-    kind = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
-    is_alone = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(text), None) is not None
-    is_composite = config.model_type in _WITH_IMAGES and other_inputs(config) and is_alone
-    if getattr(kind, "config_class", None) is not type(text) and not (
-        is_composite and not (config.is_encoder_decoder or text.is_encoder_decoder)
-    ):
-        return config
-    text.name_or_path = config.name_or_path
-    text.tie_word_embeddings = getattr(config, "tie_word_embeddings", text.tie_word_embeddings)
-    return text
-
-
 def _with_own_head(config: PretrainedConfig, directory: Path) -> PretrainedConfig:
     """Untie the head if config.json ties it and the files hold another one, as transformers does."""
     is_tied = getattr(config, "tie_word_embeddings", False) and not has_value_head(config)
@@ -158,19 +135,6 @@ def _with_own_head(config: PretrainedConfig, directory: Path) -> PretrainedConfi
         config.tie_word_embeddings = False
         config.get_text_config().tie_word_embeddings = False
     return config
-
-
-@dataclass(frozen=True, slots=True)
-class Composite:
-    """The checkpoint around a language model, whose model also reads images, video or audio."""
-
-    directory: Path
-    names: Mapping[str, str]
-    """The checkpoint's name of each tensor of the language model, by the language model's own."""
-    rest: Mapping[str, TensorInfo]
-    """All other tensors, which are kept as they are."""
-    strays: frozenset[str] = frozenset()
-    """Those of them that lie in the language model and that it has no use for."""
 
 
 def composite_of(path: str | None, hf_config: PretrainedConfig) -> Composite | None:

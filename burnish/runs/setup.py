@@ -31,9 +31,9 @@ from burnish.errors import IncompatibleError, UsageError, refusing
 from burnish.extend import GENERATORS
 from burnish.models.flops import ModelFlops, Passed
 from burnish.models.heads import has_value_head
+from burnish.models.language_model import Composite
 from burnish.models.loading import (
     GENERATION_CONFIG,
-    Composite,
     SafetensorsSource,
     aligned_generation_config,
     composite_of,

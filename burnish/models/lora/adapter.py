@@ -32,7 +32,8 @@ from burnish.distributed.layout import Layout
 from burnish.errors import IncompatibleError, few
 from burnish.families import family_of
 from burnish.files.safetensors import ADAPTER_PREFIX, model_digest
-from burnish.models.loading import Composite, SafetensorsSource
+from burnish.models.language_model import Composite
+from burnish.models.loading import SafetensorsSource
 from burnish.models.lora.adapter_config import (
     ADAPTER_NAME,
     factor_name,
