@@ -465,8 +465,8 @@ def exchange(pipe: Connection, ranks: int) -> None:
     sampler = GroupSampler(config, collector, [], Loader(ranks, 0, shuffle=True))
     queue = RolloutQueue(sampler, 1)
     drawn = clock("choosing", lambda: sampler.sample(0))
-    outlines, _ = update.outlines(drawn.groups, np.arange(ranks * SAMPLES), "sampled_logprobs")
-    lengths = outlines[0]
+    outlines = update.outlines(drawn.groups, np.arange(ranks * SAMPLES), "sampled_logprobs")
+    lengths = outlines.lengths
     shares = batching._assign(outlines, ranks, config.microbatch_tokens, flops)
     table = held_by(drawn.groups, shares.ranks)
     drawn = replace(drawn, groups=table)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import pickle
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -23,9 +23,6 @@ from burnish.models.flops import ModelFlops
 from burnish.records import Batch, Example, Mask, MicroBatch
 from burnish.records.samples import digest_of
 
-Outlines = tuple[Integers, Mapping[str, tuple[int, ...]]]
-"""[4, N] of N examples: number of tokens, first trained token (0: none), number of trained tokens, digest of the tokens before
-the first trained one. And the per-token arrays that all examples have, with the shape of a token's entry."""
 _OPTIONAL: Mapping[str, type[np.generic]] = {
     "advantages": np.float32,
     "old_logprobs": np.float32,
@@ -41,6 +38,35 @@ _UNITS_PER_RANK = 8
 """Examples with one prompt stay together up to a rank's mean number of tokens divided by this."""
 _MOST_TOGETHER = 128
 """Most neighbours that stay together."""
+
+
+class Outlines(NamedTuple):
+    """What every rank knows of N examples: enough to assign them without their tokens."""
+
+    lengths: Integers
+    """[N] number of tokens."""
+    starts: Integers
+    """[N] place of the first trained token; 0: no token is trained."""
+    trained: Integers
+    """[N] number of trained tokens."""
+    prompts: Integers
+    """[N] digest of the tokens before the first trained one."""
+    columns: Mapping[str, tuple[int, ...]]
+    """The per-token arrays that all examples have, with the shape of a token's entry."""
+
+    @classmethod
+    def joined(cls, parts: Iterable[tuple[Sequence[int], Outlines]], count: int) -> Outlines:
+        """Return the outlines of `count` examples from those of numbered ones, which have no columns."""
+        arrays = np.zeros((4, count), np.int64)
+        for numbers, outlines in parts:
+            arrays[:, numbers] = outlines[:4]
+        lengths, starts, trained, prompts = arrays
+        return cls(lengths, starts, trained, prompts, {})
+
+    def take(self, numbers: Integers) -> Outlines:
+        """Return the outlines of some examples."""
+        lengths, starts, trained, prompts = (array[numbers] for array in self[:4])
+        return Outlines(lengths, starts, trained, prompts, self.columns)
 
 
 def make_batch(
@@ -65,28 +91,34 @@ def make_batch(
     Raises `UsageError` for no examples, for one over the budget, and as `outlines_of` does.
     """
     given = dict(examples if isinstance(examples, Mapping) else enumerate(examples))
-    table, columns = outlines or outlines_of(given)
-    if not table.size:
+    outlines = outlines or outlines_of(given)
+    if not len(outlines.lengths):
         raise UsageError("a batch of no examples", want="at least one example")
-    lengths, _, trained, _ = table
-    _check_lengths(lengths, tokens_per_device)
-    shares = _assign(table, layout.data_size, tokens_per_device, flops)
-    mine = shares.microbatches(layout.data_rank)
-    whole: dict[str, Any] = {
-        "num_tokens": int(trained.sum()),
-        "num_sequences": int(np.count_nonzero(trained)),
+    _check_lengths(outlines.lengths, tokens_per_device)
+    shares = _assign(outlines, layout.data_size, tokens_per_device, flops)
+    own = shares.microbatches(layout.data_rank)
+    # Counts of the whole step, known before its first micro-batch runs: a loss is a sum that is divided once, by them.
+    # A mean per micro-batch or rank would weigh tokens by how the batch happens to be cut.
+    global_counts: dict[str, Any] = {
+        "num_tokens": int(outlines.trained.sum()),
+        "num_sequences": int(np.count_nonzero(outlines.trained)),
     }
     here = given
     if owners is not None and not (owners < 0).any():
-        here = _brought(given, lengths, columns, shares, layout)
-    filler = _filler(columns)
-    packed = (_pack([here[i] for i in items.tolist()] or [filler], columns) for items in mine)
+        here = _brought(given, outlines, shares, layout)
+    # A rank without examples in a round runs filler: with fewer rounds than the others it would miss their collectives.
+    filler = _filler(outlines.columns)
+    packed = [
+        _pack([here[i] for i in numbers.tolist()] or [filler], outlines.columns) for numbers in own
+    ]
     return Batch(
-        microbatches=tuple(MicroBatch(**p, **whole, temperature=temperature) for p in packed),
-        examples=tuple(tuple(items.tolist()) or (-1,) for items in mine),
-        total_tokens=int(lengths.sum()),
+        microbatches=tuple(
+            MicroBatch(**fields, **global_counts, temperature=temperature) for fields in packed
+        ),
+        examples=tuple(tuple(numbers.tolist()) or (-1,) for numbers in own),
+        total_tokens=int(outlines.lengths.sum()),
         imbalance=shares.imbalance,
-        **whole,
+        **global_counts,
     )
 
 
@@ -96,11 +128,13 @@ def outlines_of(examples: Mapping[int, Example]) -> Outlines:
     Raises `UsageError` for arrays of another length than the tokens, for arrays on some examples only,
     and if a first token is trained on.
     """
-    rows, known = [], dict[int, Mapping[str, tuple[int, ...]]]()
+    rows = []
+    columns: dict[int, Mapping[str, tuple[int, ...]]] = {}
     for number, example in examples.items():
-        mask, length = example.loss_mask, len(example.token_ids)
-        found = {column: getattr(example, column) for column in _OPTIONAL}
-        arrays = {column: array for column, array in found.items() if array is not None}
+        mask = example.loss_mask
+        length = len(example.token_ids)
+        optional = {column: getattr(example, column) for column in _OPTIONAL}
+        arrays = {column: array for column, array in optional.items() if array is not None}
         for column, array in {"loss_mask": mask, **arrays}.items():
             if len(array) != length:
                 raise UsageError(
@@ -113,20 +147,17 @@ def outlines_of(examples: Mapping[int, Example]) -> Outlines:
                 f"example {number} trains on its first token",
                 want="loss_mask[0] = False: nothing predicts the first token",
             )
-        trained = int(mask.sum())
-        start = int(mask.argmax()) if trained else 0
-        name = np.frombuffer(digest_of(example.token_ids[:start]), np.int64)[0]
-        rows.append((length, start, trained, name))
-        known[number] = {column: array.shape[1:] for column, array in arrays.items()}
-    return np.array(rows, np.int64).reshape(-1, 4).T.copy(), _common(known)
+        count = int(mask.sum())
+        start = int(mask.argmax()) if count else 0
+        prompt = np.frombuffer(digest_of(example.token_ids[:start]), np.int64)[0]
+        rows.append((length, start, count, prompt))
+        columns[number] = {column: array.shape[1:] for column, array in arrays.items()}
+    lengths, starts, trained, prompts = np.array(rows, np.int64).reshape(-1, 4).T.copy()
+    return Outlines(lengths, starts, trained, prompts, _common(columns))
 
 
 def _brought(
-    examples: Mapping[int, Example],
-    lengths: Integers,
-    columns: Iterable[str],
-    shares: Shares,
-    layout: Layout,
+    examples: Mapping[int, Example], outlines: Outlines, shares: Shares, layout: Layout
 ) -> dict[int, Any]:
     """Return this rank's examples, which their owners send. Collective."""
     leaving: defaultdict[int, list[int]] = defaultdict(list)
@@ -136,18 +167,23 @@ def _brought(
     for data_rank, numbers in leaving.items():
         others = [rank for rank in layout.peers(data_rank) if rank != layout.rank]
         if others:
-            parcels.append((others, pickle.dumps((numbers, _packet(examples, numbers, columns)))))
-    found = {number: examples[number] for number in leaving[layout.data_rank]}
+            packet = _packet(examples, numbers, outlines.columns)
+            parcels.append((others, pickle.dumps((numbers, packet))))
+    own = {number: examples[number] for number in leaving[layout.data_rank]}
     for data in deliver(parcels, layout):
-        found |= _unpacked(lengths, *pickle.loads(data))  # noqa: S301 - from a rank of this run
-    return found
+        numbers, packet = pickle.loads(data)  # noqa: S301 - from a rank of this run
+        own |= _unpacked(outlines.lengths, numbers, packet)
+    return own
 
 
 def _packet(
     examples: Mapping[int, Any], numbers: list[int], columns: Iterable[str]
 ) -> dict[str, Any]:
-    some, names = [examples[i] for i in numbers], ("token_ids", "loss_mask", *columns)
-    joined = {name: np.concatenate([getattr(each, name) for each in some]) for name in names}
+    chosen = [examples[number] for number in numbers]
+    joined = {
+        name: np.concatenate([getattr(example, name) for example in chosen])
+        for name in ("token_ids", "loss_mask", *columns)
+    }
     joined["token_ids"] = joined["token_ids"].astype(np.int32)
     joined["loss_mask"] = np.packbits(joined["loss_mask"])
     return joined
@@ -164,20 +200,22 @@ def _unpacked(
         yield number, Example(**dict(zip(parts, arrays, strict=True)))
 
 
-def _assign(outlines: Integers, ranks: int, budget: int, flops: ModelFlops) -> Shares:
+def _assign(outlines: Outlines, ranks: int, budget: int, flops: ModelFlops) -> Shares:
     """Assign examples to ranks. Neighbours pay only once for a common prompt."""
-    lengths, starts, _, names = outlines
+    lengths = outlines.lengths
+    # Samples of one prompt in one micro-batch compute it once. But a group that is too large is cut: a rank that gets one
+    # group more than the others would hold them up by a whole group.
     fair = int(lengths.sum()) // (ranks * _UNITS_PER_RANK)
-    follows = _follows(starts, names, lengths, min(fair, budget))
+    follows = _follows(outlines.starts, outlines.prompts, lengths, min(fair, budget))
     costs = flops.each(lengths)
-    costs -= flops.per_token * (follows * starts)
+    costs -= flops.per_token * (follows * outlines.starts)
     return share_out(lengths, costs, ranks, budget, groups=(~follows).cumsum() - 1)
 
 
-def _follows(starts: Integers, names: Integers, lengths: Integers, limit: int) -> Mask:
+def _follows(starts: Integers, prompts: Integers, lengths: Integers, limit: int) -> Mask:
     """Return [N] whether an example joins the one before it: same prompt, at most `limit` tokens."""
     follows = np.zeros(len(lengths), np.bool_)
-    follows[1:] = (starts[1:] == starts[:-1]) & (names[1:] == names[:-1])
+    follows[1:] = (starts[1:] == starts[:-1]) & (prompts[1:] == prompts[:-1])
     places = np.arange(len(lengths))
     places -= np.maximum.accumulate(places * ~follows)
     follows &= places % _MOST_TOGETHER > 0

@@ -20,7 +20,7 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from burnish.boxes.shards import ShardSource
 from burnish.config.schema import ModelConfig, RewardModelConfig
-from burnish.data.batching import make_batch, outlines_of
+from burnish.data.batching import Outlines, make_batch, outlines_of
 from burnish.data.chat import ChatEncoder, shared_beginning
 from burnish.data.tokenizer import load_tokenizer
 from burnish.distributed.collectives import gather_objects, gather_rows
@@ -55,10 +55,9 @@ class _RewardModel:
         own = table.of_rank(layout.rank)
         texts = [table.rollout(i) for i in own]
         mine = dict(zip(own, _examples(_read(self.encoder, texts), texts), strict=True))
-        outlines = np.zeros((4, len(table.owners)), np.int64)
-        for numbers, theirs in gather_objects((own, outlines_of(mine)[0]), layout):
-            outlines[:, numbers] = theirs
-        lengths = outlines[0]
+        shares = gather_objects((own, outlines_of(mine)), layout)
+        outlines = Outlines.joined(shares, len(table.owners))
+        lengths = outlines.lengths
         found, is_read = np.zeros(len(lengths)), lengths <= self.positions
         short = np.flatnonzero(is_read)
         if not len(short):
@@ -68,7 +67,7 @@ class _RewardModel:
             layout,
             max(tokens_per_device, int(lengths[short].max())),
             self.flops,
-            outlines=(outlines[:, short], {}),
+            outlines=outlines.take(short),
             owners=table.owners[short],
         )
         said = [output.values.cpu().double().numpy() for output in self.engine.forward(batch)]

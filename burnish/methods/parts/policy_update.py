@@ -75,14 +75,18 @@ class PolicyUpdate:
         Rollouts without a reward or without a trained token are left out, and so are mini-batches that would be empty.
         """
         trained = np.flatnonzero(self._trained(table))
-        parts = np.array_split(
-            np.unique(table.groups[table.is_scored]), self.config.batch.minibatches
-        )
-        firsts = [part[0] for part in parts[1:] if len(part)]
-        some = filter(len, np.split(trained, np.searchsorted(table.groups[trained], firsts)))
-        of_rollout = self.config.algorithm.old_logprobs == "rollout"
-        column = "old_logprobs" if of_rollout else "sampled_logprobs"
-        return [self._batch(table, numbers, column) for numbers in some]
+        # Groups are divided, not rollouts: the rollouts of a group share a prompt, which a micro-batch computes once.
+        groups = np.unique(table.groups[table.is_scored])
+        parts = np.array_split(groups, self.config.batch.minibatches)
+        first_groups = [part[0] for part in parts[1:] if len(part)]
+        cuts = np.searchsorted(table.groups[trained], first_groups)
+        is_old = self.config.algorithm.old_logprobs == "rollout"
+        column = "old_logprobs" if is_old else "sampled_logprobs"
+        return [
+            self._batch(table, numbers, column)
+            for numbers in np.split(trained, cuts)
+            if len(numbers)
+        ]
 
     def assign_credit(
         self, table: RolloutTable, batches: Sequence[Batch], kl_coef: float | None = None
@@ -91,33 +95,40 @@ class PolicyUpdate:
 
         `kl_coef` replaces an adaptive `algorithm.kl.coef`.
         """
-        kind, kl = self.config.algorithm.advantage.name, self.config.algorithm.kl
-        scored, lengths = list(batches), _scored_lengths(table)
-        in_reward = kl.coef > 0 and kl.place == "reward"
-        if in_reward or kind in BY_TOKEN:
+        kind = self.config.algorithm.advantage.name
+        kl = self.config.algorithm.kl
+        kl_in_reward = kl.coef > 0 and kl.place == "reward"
+        lengths = _scored_lengths(table)
+        scored = list(batches)
+        if kl_in_reward or kind in BY_TOKEN:
+            # Truncated rollouts are not trained on. They are scored all the same, because an advantage compares with them.
             untrained = np.flatnonzero((lengths > 0) & ~self._trained(table))
             if len(untrained):
                 scored.append(self._batch(table, untrained))
-        rewards, penalties, measured = table.rewards, dict[int, Floats](), 0.0
-        if in_reward:
+        rewards = table.rewards
+        penalties: dict[int, Floats] | None = None
+        mean_kl = 0.0
+        if kl_in_reward:
             weight = kl.coef if kl_coef is None else kl_coef
             estimates = self._kl_estimates(table, scored)
-            sums = self._gather(table, {n: each.sum(dtype=float) for n, each in estimates.items()})
-            penalties = {n: np.float32(weight) * each for n, each in estimates.items()}
-            measured = float(sums.sum()) / max(int(lengths.sum()), 1)
+            own_sums = {n: tokens.sum(dtype=float) for n, tokens in estimates.items()}
+            sums = self._gather(table, own_sums)
+            penalties = {n: np.float32(weight) * tokens for n, tokens in estimates.items()}
+            mean_kl = float(sums.sum()) / max(int(lengths.sum()), 1)
             rewards = rewards - weight * sums
         check_finite(rewards[table.is_scored])
-        columns, stats = dict[str, dict[int, Floats]](), Stats()
+        stats = Stats()
         if kind in BY_TOKEN:
-            numbers, columns, stats = self._estimates(table, scored, penalties)
+            means, columns, stats = self._estimates(table, scored, penalties)
         else:
-            numbers, by_token = self._advantages(table, rewards, penalties if in_reward else None)
-            rows = dict[int, Floats]()
-            for n in _rollouts_of(scored):
-                rows[n] = np.full(lengths[n], numbers[n]) if by_token is None else by_token[n]
-            columns["advantages"] = rows
+            means, by_token = self._advantages(table, rewards, penalties)
+            own = {
+                n: np.full(lengths[n], means[n]) if by_token is None else by_token[n]
+                for n in _rollouts_of(scored)
+            }
+            columns = {"advantages": own}
         filled = [batch.with_columns(columns) for batch in scored[: len(batches)]]
-        return StepAdvantages(filled, np.where(lengths > 0, numbers, 0), columns, stats, measured)
+        return StepAdvantages(filled, np.where(lengths > 0, means, 0), columns, stats, mean_kl)
 
     def _trained(self, table: RolloutTable) -> Column:
         trained: Column = _scored_lengths(table) > 0
@@ -129,15 +140,19 @@ class PolicyUpdate:
         self, table: RolloutTable, rewards: Column, penalties: Mapping[int, Floats] | None
     ) -> tuple[Floats, Sequence[Floats] | None]:
         """Return each rollout's mean advantage, and those of tokens if the function gives them; 0 without a reward."""
+        if self.advantage is None:
+            raise ValueError("advantages of rollouts need a function")
+        # Every rank calls the function with all rollouts of the step and gets the same numbers, so nothing is sent
+        # back. Only penalties of tokens are spread over ranks, and are gathered if the function asks for them.
         numbers = np.flatnonzero(table.is_scored)
         no_tokens = np.zeros(0, np.float32)
 
-        def of_all() -> list[Floats]:
-            found = dict[int, Floats]()
-            mine = penalties if self.engine.layout.is_first_peer else {}
-            for share in gather_objects(mine, self.engine.layout):
-                found |= share or {}
-            return [found.get(number, no_tokens) for number in numbers.tolist()]
+        def gathered_penalties() -> list[Floats]:
+            own = penalties if self.engine.layout.is_first_peer else {}
+            of_all = dict[int, Floats]()
+            for share in gather_objects(own, self.engine.layout):
+                of_all |= share or {}
+            return [of_all.get(number, no_tokens) for number in numbers.tolist()]
 
         parts = {name: table.part(name) for name in self.config.reward.part_names}
         greedy = table.greedy_rewards[numbers]
@@ -145,59 +160,71 @@ class PolicyUpdate:
             fixed(rewards[numbers]),
             fixed(table.groups[numbers]),
             fixed(table.lengths[numbers]),
-            None if penalties is None else of_all,
+            None if penalties is None else gathered_penalties,
             parts={
-                name: np.where(there, values, np.nan)[numbers]
-                for name, (values, there) in parts.items()
+                name: np.where(is_given, values, np.nan)[numbers]
+                for name, (values, is_given) in parts.items()
             },
             weights=_part_weights(self.config.reward),
             greedy_rewards=None if np.isnan(greedy).any() else greedy,
         )
-        if self.advantage is None:
-            raise ValueError("advantages of rollouts need a function")
-        found, means = advantages(self.advantage, scored), np.zeros(len(rewards), np.float32)
-        if isinstance(found, np.ndarray):
-            means[numbers] = found
+        result = advantages(self.advantage, scored)
+        means = np.zeros(len(rewards), np.float32)
+        if isinstance(result, np.ndarray):
+            means[numbers] = result
             return means, None
-        means[numbers] = [each.mean() if len(each) else 0 for each in found]
+        means[numbers] = [tokens.mean() if len(tokens) else 0 for tokens in result]
         by_token = [no_tokens] * len(rewards)
-        for number, each in zip(numbers.tolist(), found, strict=True):
-            by_token[number] = each
+        for number, tokens in zip(numbers.tolist(), result, strict=True):
+            by_token[number] = tokens
         return means, by_token
 
     def _estimates(
-        self, table: RolloutTable, batches: Sequence[Batch], penalties: Mapping[int, Floats]
+        self,
+        table: RolloutTable,
+        batches: Sequence[Batch],
+        penalties: Mapping[int, Floats] | None,
     ) -> tuple[Floats, dict[str, dict[int, Floats]], Stats]:
-        """Return all rollouts' mean advantages, this rank's arrays, and statistics."""
+        """Estimate advantages of tokens, from a critic's values if there is one.
+
+        Returns all rollouts' mean advantages, arrays of the rollouts in this rank's `batches`, and statistics. Collective.
+        """
         from burnish.algorithms import critic as of_critic
 
         lengths = _scored_lengths(table)
-        numbers = _rollouts_of(batches)
+        own = _rollouts_of(batches)
         formula = self.config.algorithm.advantage
-        settings = GAESettings(gamma=1.0, lam=1.0)
-        values = {n: np.zeros(lengths[n], np.float32) for n in numbers}
-        has_values = formula.name == "gae"
-        if has_values:
-            settings = formula.settings_as(GAESettings)
-            for batch in batches:
-                outputs = self.critic.engine.forward(batch.without_experts())
-                values |= _cut_prompts(table, batch, [_to_numpy(each.values) for each in outputs])
-        found = of_critic.gae(
-            table.rewards[numbers],
-            [values[n] for n in numbers],
-            [penalties[n] for n in numbers] if penalties else None,
-            settings.gamma,
-            settings.lam,
+        has_critic = formula.name == "gae"
+        settings = (
+            formula.settings_as(GAESettings) if has_critic else GAESettings(gamma=1.0, lam=1.0)
         )
-        sums = self._gather(table, dict(zip(numbers, found.sums, strict=True)), found.sums.shape[1])
-        means, whitened = found.whitened(sums, lengths)
-        columns = {"advantages": dict(zip(numbers, whitened, strict=True))}
-        stats = Stats()
-        if has_values:
-            columns["returns"] = dict(zip(numbers, found.returns, strict=True))
-            columns["old_values"] = values
-            stats = of_critic.value_stats(sums, lengths).prefixed(f"{CRITIC}/")
-        return means, columns, stats
+        values = self._values(table, batches) if has_critic else {}
+        estimates = of_critic.gae(
+            table.rewards[own],
+            [values.get(n, np.zeros(lengths[n], np.float32)) for n in own],
+            [penalties[n] for n in own] if penalties else None,
+            gamma=settings.gamma,
+            lam=settings.lam,
+        )
+        # Whitening needs mean and variance over all ranks' tokens. Six sums per rollout are sent, and no tokens.
+        own_sums = dict(zip(own, estimates.sums, strict=True))
+        sums = self._gather(table, own_sums, estimates.sums.shape[1])
+        means, whitened = estimates.whitened(sums, lengths)
+        columns = {"advantages": dict(zip(own, whitened, strict=True))}
+        if not has_critic:
+            return means, columns, Stats()
+        columns["returns"] = dict(zip(own, estimates.returns, strict=True))
+        columns["old_values"] = values
+        return means, columns, of_critic.value_stats(sums, lengths).prefixed(f"{CRITIC}/")
+
+    def _values(self, table: RolloutTable, batches: Sequence[Batch]) -> dict[int, Floats]:
+        """Return the critic's values of completion tokens, by rollout. Collective."""
+        values = dict[int, Floats]()
+        for batch in batches:
+            outputs = self.critic.engine.forward(batch.without_experts())
+            rows = [_to_numpy(output.values) for output in outputs]
+            values |= _cut_prompts(table, batch, rows)
+        return values
 
     def with_logprobs(self, batches: Sequence[Batch], step: int) -> list[Batch]:
         """Add the old and reference log-probs that the loss needs. Collective.
@@ -205,23 +232,27 @@ class PolicyUpdate:
         The old log-probs of a single update equal the new ones. Several updates need old log-probs, and with
         `algorithm.router_replay=recompute` experts.
         """
-        algorithm, batches = self.config.algorithm, list(batches)
+        algorithm = self.config.algorithm
+        batches = list(batches)
         has_old = all(m.old_logprobs is not None for batch in batches for m in batch.microbatches)
-        replayed = algorithm.router_replay == "recompute"
+        replays = algorithm.router_replay == "recompute"
+        # With one update per step the policy that is trained is the old policy. The loss then takes its own log-probs,
+        # without gradient, and a forward pass over the step is saved.
         several = len(batches) * self.config.batch.epochs > 1
-        selecting = selects_tokens(algorithm)
-        if selecting or (several and (replayed or not has_old)):
+        selects = selects_tokens(algorithm)
+        if selects or (several and (replays or not has_old)):
             for number, batch in enumerate(batches):
-                outputs = self.engine.forward(batch, experts=replayed and several)
+                outputs = self.engine.forward(batch, experts=replays and several)
                 if several and not has_old:
                     batch = batch.with_logprobs("old_logprobs", outputs)
-                if several and replayed:
+                if several and replays:
                     batch = batch.with_experts(outputs)
-                if selecting:
+                if selects:
                     seed = derive_seed(self.config.seed, "selected tokens", step, number)
                     batch = self._with_selected(batch, outputs, seed)
                 batches[number] = batch
         if self.reference is not None and algorithm.kl.place == "loss":
+            # Another model routes tokens to experts of its own.
             batches = [
                 batch.with_logprobs("ref_logprobs", self.reference(batch.without_experts()))
                 for batch in batches
@@ -246,7 +277,7 @@ class PolicyUpdate:
         ]
 
         def trained(arrays: Iterable[Any]) -> Any:
-            return np.concatenate([each[mask] for each, mask in zip(arrays, masks, strict=True)])
+            return np.concatenate([array[mask] for array, mask in zip(arrays, masks, strict=True)])
 
         from burnish.algorithms.token_selection import select_tokens
 
@@ -259,7 +290,8 @@ class PolicyUpdate:
             seed,
             self.engine.layout,
         )
-        ends, marks = np.cumsum([mask.sum() for mask in masks]), []
+        ends = np.cumsum([mask.sum() for mask in masks])
+        marks = []
         for micro, mask, part in zip(micros, masks, np.split(chosen, ends[:-1]), strict=True):
             selected = np.zeros_like(mask)
             selected[mask] = part
@@ -268,39 +300,43 @@ class PolicyUpdate:
 
     def _example(self, rollout: Rollout, column: str | None) -> Example:
         """Return a rollout's sequence, with the generator's log-probs in `column`."""
-        prompt, made = rollout.prompt.token_ids, rollout.completion
-        values = made.logprobs if column == "old_logprobs" else made.sampled_logprobs
+        prompt = rollout.prompt.token_ids
+        completion = rollout.completion
+        is_old = column == "old_logprobs"
+        logprobs = completion.logprobs if is_old else completion.sampled_logprobs
         zeros = np.zeros(len(prompt), dtype=np.float32)
-        arrays: dict[str, Any] = {column: np.concatenate([zeros, values])} if column else {}
+        arrays: dict[str, Any] = {column: np.concatenate([zeros, logprobs])} if column else {}
         return Example(
-            token_ids=np.concatenate([prompt, made.token_ids]),
-            loss_mask=np.arange(len(prompt) + len(made.token_ids)) >= len(prompt),
-            experts=_to_the_end(made.experts) if self._replayed else None,
+            token_ids=np.concatenate([prompt, completion.token_ids]),
+            loss_mask=np.arange(len(prompt) + len(completion.token_ids)) >= len(prompt),
+            experts=_to_the_end(completion.experts) if self._replays_rollout else None,
             **arrays,
         )
 
     @property
-    def _replayed(self) -> bool:
+    def _replays_rollout(self) -> bool:
         return self.config.algorithm.router_replay == "rollout"
 
     def _kl_estimates(self, table: RolloutTable, batches: list[Batch]) -> dict[int, Floats]:
         """Return the KL estimates of tokens, by rollout; for several updates, add old log-probs to `batches`."""
         if self.reference is None:
             raise ValueError("KL in the reward needs a reference model")
-        algorithm, found = self.config.algorithm, dict[int, Floats]()
+        algorithm = self.config.algorithm
         updates = self.config.batch.minibatches * self.config.batch.epochs
+        estimates = dict[int, Floats]()
         for place, batch in enumerate(batches):
-            mine, theirs = self.engine.forward(batch), self.reference(batch.without_experts())
+            policy = self.engine.forward(batch)
+            reference = self.reference(batch.without_experts())
             if updates > 1 and algorithm.old_logprobs == "recompute":
-                batches[place] = batch.with_logprobs("old_logprobs", mine)
+                batches[place] = batch.with_logprobs("old_logprobs", policy)
             rows = [
                 kl_estimates(
-                    algorithm.kl.estimator, _to_numpy(own.logprobs), _to_numpy(other.logprobs)
+                    algorithm.kl.estimator, _to_numpy(ours.logprobs), _to_numpy(theirs.logprobs)
                 )
-                for own, other in zip(mine, theirs, strict=True)
+                for ours, theirs in zip(policy, reference, strict=True)
             ]
-            found |= _cut_prompts(table, batch, rows)
-        return found
+            estimates |= _cut_prompts(table, batch, rows)
+        return estimates
 
     def disagreement(self, table: RolloutTable, large: float) -> Column:
         """Compare the engine's log-probs with the generator's, at temperature 1. Collective.
@@ -311,43 +347,45 @@ class PolicyUpdate:
         if not len(answered):
             return np.zeros((len(table.owners), 4))
         batch = self._batch(table, answered, "old_logprobs")
-        plain = tuple(replace(micro, temperature=1.0) for micro in batch.microbatches)
-        outputs = self.engine.forward(replace(batch, microbatches=plain))
-        apart = [
+        micros = tuple(replace(micro, temperature=1.0) for micro in batch.microbatches)
+        outputs = self.engine.forward(replace(batch, microbatches=micros))
+        rows = [
             np.abs(_to_numpy(output.logprobs) - _to_numpy(micro.old_logprobs))
-            for output, micro in zip(outputs, plain, strict=True)
+            for output, micro in zip(outputs, micros, strict=True)
         ]
-        found = {
-            number: (each.sum(dtype=float), (each > large).sum(), each.max(), each.argmax())
-            for number, each in _cut_prompts(table, batch, apart).items()
+        own = {
+            number: (apart.sum(dtype=float), (apart > large).sum(), apart.max(), apart.argmax())
+            for number, apart in _cut_prompts(table, batch, rows).items()
         }
-        return self._gather(table, found, columns=4)
+        return self._gather(table, own, columns=4)
 
     def _gather(
         self, table: RolloutTable, own: Mapping[int, Any], columns: int | None = None
     ) -> Column:
         """Gather fp64 numbers of all rollouts, [N] or [N, `columns`]. Collective."""
         shape = () if columns is None else (columns,)
-        found = np.zeros((len(table.owners), *shape))
-        rows = np.array([*own.values()], np.float64).reshape(-1, *shape)
-        numbers, everything = gather_rows([*own], rows, self.engine.layout)
-        found[numbers] = everything
-        return found
+        of_all = np.zeros((len(table.owners), *shape))
+        own_rows = np.array([*own.values()], np.float64).reshape(-1, *shape)
+        numbers, rows = gather_rows([*own], own_rows, self.engine.layout)
+        of_all[numbers] = rows
+        return of_all
 
     def outlines(self, table: RolloutTable, numbers: Column, column: str | None) -> Outlines:
         """Return the outlines of some rollouts' `_example`s, which every rank can compute."""
-        found, prompts = np.empty((4, len(numbers)), np.int64), table.groups[numbers]
-        names = np.frombuffer(table.prompts["digest"].tobytes(), np.int64)[::2]
-        found[1], found[2] = table.prompts["length"][prompts], table.rows["length"][numbers]
-        found[0], found[3] = found[1] + found[2], names[prompts]
+        prompts = table.groups[numbers]
+        starts = table.prompt_lengths[numbers]
+        trained = table.lengths[numbers]
+        # The first 8 of each digest's 16 bytes, as `outlines_of` takes them of tokens.
+        digests = np.frombuffer(table.prompts["digest"].tobytes(), np.int64)[::2]
         columns: dict[str, tuple[int, ...]] = {column: ()} if column else {}
-        if self._replayed:
+        if self._replays_rollout:
             columns["experts"] = _experts_of_a_token(table, numbers)
-        return found, columns
+        return Outlines(starts + trained, starts, trained, digests[prompts], columns)
 
     def _batch(self, table: RolloutTable, numbers: Column, column: str | None = None) -> Batch:
         """Return this rank's part of a batch of rollouts. Collective."""
-        layout, owners = self.engine.layout, table.owners[numbers]
+        layout = self.engine.layout
+        owners = table.owners[numbers]
         outlines = self.outlines(table, numbers, column)  # raises on all ranks or on none
         own = np.flatnonzero((owners < 0) | (owners == layout.rank)).tolist()
         batch = make_batch(
@@ -359,8 +397,9 @@ class PolicyUpdate:
             outlines=outlines,
             owners=owners,
         )
-        names = np.append(numbers, -1)  # number examples as their rollouts
-        return replace(batch, examples=tuple(tuple(names[[*e]].tolist()) for e in batch.examples))
+        rollout_of = np.append(numbers, -1)  # number examples as their rollouts; filler stays -1
+        examples = tuple(tuple(rollout_of[[*micro]].tolist()) for micro in batch.examples)
+        return replace(batch, examples=examples)
 
 
 def _scored_lengths(table: RolloutTable) -> Column:
@@ -369,7 +408,8 @@ def _scored_lengths(table: RolloutTable) -> Column:
 
 
 def _rollouts_of(batches: Iterable[Batch]) -> list[int]:
-    return [n for batch in batches for some in batch.examples for n in some if n >= 0]
+    """The rollouts in this rank's micro-batches."""
+    return [n for batch in batches for numbers in batch.examples for n in numbers if n >= 0]
 
 
 def _cut_prompts(table: RolloutTable, batch: Batch, rows: Sequence[Floats]) -> dict[int, Floats]:
@@ -379,7 +419,8 @@ def _cut_prompts(table: RolloutTable, batch: Batch, rows: Sequence[Floats]) -> d
 
 
 def _part_weights(config: RewardConfig) -> dict[str, float]:
-    weights = [each.weight for each in config.functions] + [each.weight for each in config.models]
+    weights = [part.weight for part in config.functions]
+    weights += [part.weight for part in config.models]
     return dict(zip(config.part_names, weights, strict=True))
 
 
@@ -392,13 +433,14 @@ def policy_stats(learned: Stats) -> Stats:
 def _experts_of_a_token(table: RolloutTable, numbers: Column) -> tuple[int, ...]:
     """Return the shape of one token's experts. Raises `BurnishError` if any but the last token's are missing."""
     shapes = [kind.experts and kind.experts[0] for kind in table.kinds]
-    told = table.by_kind(lambda kind: -1 if kind.experts is None else kind.experts[0][0])[numbers]
+    of_kind = table.by_kind(lambda kind: -1 if kind.experts is None else kind.experts[0][0])
+    reported = of_kind[numbers]
     tokens = (table.prompt_lengths + table.lengths)[numbers]
-    for place in np.flatnonzero(told != tokens - 1)[:1]:
+    for place in np.flatnonzero(reported != tokens - 1)[:1]:
         index = table.rollout(numbers[place]).prompt.index
         raise BurnishError(
             f"the generator did not report the experts of the tokens of prompt {index}",
-            have="none" if told[place] < 0 else f"those of {told[place]} tokens",
+            have="none" if reported[place] < 0 else f"those of {reported[place]} tokens",
             want=f"those of all {tokens[place]} tokens but the last",
             do="set algorithm.router_replay=recompute, which asks the engine for them, or none",
         )
