@@ -258,7 +258,7 @@ def facts_of(wheel: Wheel) -> dict[str, Any]:
 
 
 def _sampling_arguments() -> list[str]:
-    tree = ast.parse((SOURCE / "draws.py").read_text())
+    tree = ast.parse((SOURCE / "logits_processor_v1.py").read_text())
     calls = [each for each in ast.walk(tree) if isinstance(each, ast.Call)]
     made = next(each for each in calls if ast.unparse(each.func) == "SamplingParams")
     return [str(each.arg) for each in made.keywords]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from importlib import import_module
 from itertools import chain
 from types import SimpleNamespace
 from typing import Any
@@ -437,16 +436,17 @@ def test_a_model_that_vllm_does_not_know_is_refused() -> None:
 
 def test_the_processor_for_runner_v2_draws_the_same() -> None:
     """With the slots, positions and prompt lengths that vLLM would give it; slots are in another order than rows."""
-    draws_v2, draws = (
-        import_module(f"burnish.rollout.vllm.{name}") for name in ("draws_v2", "draws")
-    )
+    from burnish.rollout.vllm import logits_processor_v1, logits_processor_v2
+
     prompts, slots = torch.tensor([0, 7, 0, 3, 9]), np.array([3, 1, 4])
     states = SimpleNamespace(max_num_reqs=5, prompt_len=SimpleNamespace(gpu=prompts))
-    processor = draws_v2.SlotDrawingProcessor(None, states)
+    processor = logits_processor_v2.SlotDrawingProcessor(None, states)
     samplings = [Sampling(8), Sampling(8, temperature=0.0), Sampling(8, top_k=4)]
     before = (2, 0, 3)
     for slot, sampling, count in zip(slots, samplings, before, strict=True):
-        assert processor.add_request(slot, draws.request_params(sampling, int(slot) * 1001, count))
+        assert processor.add_request(
+            slot, logits_processor_v1.request_params(sampling, int(slot) * 1001, count)
+        )
     drawn = torch.tensor([0, 5, 2])
     context = SimpleNamespace(
         idx_mapping=torch.from_numpy(slots), idx_mapping_np=slots, pos=prompts[slots] + drawn - 1
@@ -460,7 +460,9 @@ def test_the_processor_for_runner_v2_draws_the_same() -> None:
         want = draw(logits[row : row + 1].clone(), sampling, number)
         two = left[row].topk(2)
         assert int(two.indices[0]) == int(want.tokens)
-        sampled, raw = draws.read_draws([float(two.values[0]), *two.values.tolist()], 1)
+        sampled, raw = logits_processor_v1.read_draws(
+            [float(two.values[0]), *two.values.tolist()], 1
+        )
         np.testing.assert_array_equal(sampled, want.sampled_logprobs)
         np.testing.assert_array_equal(raw, want.logprobs)
 

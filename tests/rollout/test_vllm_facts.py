@@ -104,7 +104,7 @@ def test_every_argument_is_taken(version: str) -> None:
     sources, parameters = dict(trees()), FACTS[version]["parameters"]
     engine = "vllm.v1.engine.llm_engine:LLMEngine"
     for source, function, place in (
-        ("draws", "SamplingParams", "vllm:SamplingParams"),
+        ("logits_processor_v1", "SamplingParams", "vllm:SamplingParams"),
         ("vllm_worker", "LoRAModel.from_lora_tensors", "vllm.lora.lora_model:LoRAModel.from_lora_tensors"),
         ("vllm_generator", "vllm.LLMEngine.from_vllm_config", f"{engine}.from_vllm_config"),
         *(

@@ -9,6 +9,7 @@ import pytest
 import torch
 from support.models.tiny import tiny_config
 
+from burnish.distributed.layout import Layout
 from burnish.errors import IncompatibleError, MissingError
 from burnish.rollout.vllm.vllm_generator import VllmGenerator
 
@@ -16,6 +17,7 @@ from burnish.rollout.vllm.vllm_generator import VllmGenerator
 def make() -> None:
     VllmGenerator(
         tiny_config(),
+        layout=Layout(),
         device=torch.device("cpu"),
         dtype=torch.float32,
         slots=4,
