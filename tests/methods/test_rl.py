@@ -104,7 +104,7 @@ def test_parked_models_leave_the_device_to_the_generator_and_learn_the_same(
             held.append(sum(shard.tensor.untyped_storage().nbytes() for shard in shards))
             return super().generate(*args, **kwargs)
 
-    monkeypatch.setattr("burnish.engines.factory.TorchEngine", Listed)
+    monkeypatch.setattr("burnish.engines.torch.torch_engine.TorchEngine", Listed)
     monkeypatch.setattr("burnish.rollout.builtin.generator.BuiltinGenerator", Looking)
     found = []
     for park in (False, True):

@@ -49,7 +49,7 @@ def _flips_a_bit(root: Path, rank: int, step: int) -> None:
             return stats
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("burnish.engines.factory.TorchEngine", Faulty)
+        patch.setattr("burnish.engines.torch.torch_engine.TorchEngine", Faulty)
         run_method(METHODS["sft"], _config(root))
 
 
