@@ -99,43 +99,59 @@ class Collector:
         key `first_key` + i. Raises `StopRequested` on all ranks if a signal reached any.
         """
         if self.generator.called_by_rank0 and self.layout.world > 1:
-
-            def made(beat: Callable[[], None]) -> RolloutTable:
-                main = replace(self.on_main, check=_both(self.check, beat))
-                return main.collect(prompts, first_key, samples, sampling)
-
-            return self.judged(_from_main(made, self.layout))
-        if isinstance(prompts, Subset):
-            lengths = cast(Any, prompts.dataset).lengths[prompts.indices]
-        else:
-            lengths = np.array([len(prompt.token_ids) for prompt in prompts])
-        ranks = share_evenly(lengths, self.layout.data_size)
-        mine = {i: prompts[i] for i in np.flatnonzero(ranks == self.layout.data_rank).tolist()}
+            return self.judged(self._collected_by_rank0(prompts, first_key, samples, sampling))
+        # Every rank computes from the lengths who answers which prompt. So no rank has to hand out work.
+        ranks = share_evenly(_prompt_lengths(prompts), self.layout.data_size)
+        places = np.flatnonzero(ranks == self.layout.data_rank).tolist()
+        own = {place: prompts[place] for place in places}
+        # The key is the prompt's place in the order of data. So the draws do not depend on the layout.
         requests = [
-            Request(first_key + i, each.token_ids, samples, prompt=each) for i, each in mine.items()
+            Request(first_key + place, prompt.token_ids, samples, prompt=prompt)
+            for place, prompt in own.items()
         ]
+        stopped, groups, seconds = self._answered([*own.values()], requests, sampling)
+        own_table = RolloutTable.of(groups, self.layout.rank)
+        share = stopped, own_table.encoded(), seconds
+        [(stopped, encoded, seconds)] = gather_objects(share, self.layout, merged_shares)
+        if stopped is not None:
+            raise StopRequested(stopped)
+        by_rank = RolloutTable.gathered([encoded], own_table)
+        table = by_rank.take(inverse(by_share(ranks, self.layout.data_size)))
+        self.failures.update(table)
+        if self.stragglers is not None:
+            self.stragglers.update(seconds)
+        return self.judged(table)
+
+    def _collected_by_rank0(
+        self, prompts: Prompts, first_key: int, samples: int, sampling: Sampling
+    ) -> RolloutTable:
+        """Let rank 0 collect all rollouts, and return the table on all ranks. Collective."""
+
+        def collect(beat: Callable[[], None]) -> RolloutTable:
+            alone = replace(self.on_main, check=_both(self.check, beat))
+            return alone.collect(prompts, first_key, samples, sampling)
+
+        return _from_main(collect, self.layout)
+
+    def _answered(
+        self, prompts: Sequence[Prompt], requests: Sequence[Request], sampling: Sampling
+    ) -> tuple[int | None, list[list[Rollout]], dict[str, Column]]:
+        """Return this rank's scored groups, and the seconds of each part.
+
+        If a signal arrives, return its number and no groups instead of raising, because the other ranks wait for this rank's share.
+        """
         stopped: int | None = None
         groups: list[list[Rollout]] = []
-        began = generated = time.monotonic()
+        began = time.monotonic()
+        generated = began
         try:
             completions = self._generated(requests, sampling)
             generated = time.monotonic()
-            groups = self._scored([*mine.values()], completions)
+            groups = self._scored(prompts, completions)
         except StopRequested as request:
             stopped = request.signal_number
         seconds = {"generate": generated - began, "score": time.monotonic() - generated}
-        took = {part: np.array([each]) for part, each in seconds.items()}
-        own_table = RolloutTable.of(groups, self.layout.rank)
-        share = stopped, own_table.encoded(), took
-        [(stopped, told, took)] = gather_objects(share, self.layout, merged_shares)
-        if stopped is not None:
-            raise StopRequested(stopped)
-        everything = RolloutTable.gathered([told], own_table)
-        table = everything.take(inverse(by_share(ranks, self.layout.data_size)))
-        self.failures.update(table)
-        if self.stragglers is not None:
-            self.stragglers.update(took)
-        return self.judged(table)
+        return stopped, groups, {part: np.array([took]) for part, took in seconds.items()}
 
     def judged(self, table: RolloutTable) -> RolloutTable:
         """Add the scores of reward models, if there are any. Collective."""
@@ -163,9 +179,11 @@ class Collector:
     ) -> list[list[Rollout]]:
         rollouts = []
         for prompt, group in zip(prompts, completions, strict=True):
-            for sample, made in enumerate(group):
-                text = self.decode(made.token_ids.tolist()) if made.text is None else made.text
-                rollouts.append(Rollout(prompt, sample, made, text))
+            for sample, completion in enumerate(group):
+                text = completion.text
+                if text is None:
+                    text = self.decode(completion.token_ids.tolist())
+                rollouts.append(Rollout(prompt, sample, completion, text))
         scored = iter(self.score(rollouts, self.check))
         return [[next(scored) for _ in group] for group in completions]
 
@@ -177,9 +195,16 @@ Share = tuple[int | None, EncodedTable, dict[str, Column]]
 def merged_shares(shares: Sequence[Share]) -> Share:
     """Join the shares of several ranks."""
     signals, tables, seconds = zip(*shares, strict=True)
-    took = {part: np.concatenate([some[part] for some in seconds]) for part in seconds[0]}
     stopped = next((number for number in signals if number is not None), None)
-    return stopped, RolloutTable.merged(tables), took
+    of_ranks = {part: np.concatenate([share[part] for share in seconds]) for part in seconds[0]}
+    return stopped, RolloutTable.merged(tables), of_ranks
+
+
+def _prompt_lengths(prompts: Prompts) -> Any:
+    """[N] tokens of each prompt. A data set knows them without reading its rows."""
+    if isinstance(prompts, Subset):
+        return cast(Any, prompts.dataset).lengths[prompts.indices]
+    return np.array([len(prompt.token_ids) for prompt in prompts])
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,47 +221,58 @@ class GroupSampler:
 
         Dynamic sampling compares rewards before the overlong penalty. Raises `LostRewards` if too many rewards failed.
         """
-        config, collect = self.config, self.collector.collect
+        config = self.config
+        dynamic = config.algorithm.dynamic_sampling
         how = replace(
             sampling(config.rollout, config.rollout, config.seed, step),
             experts=config.algorithm.router_replay == "rollout",
         )
-        dynamic = config.algorithm.dynamic_sampling
-        limit, overlong = config.rollout.max_response_length, config.algorithm.overlong
-
-        def shaped(table: RolloutTable) -> RolloutTable:
-            penalties = overlong_penalty(table.lengths, limit, overlong)
-            return table.with_rewards(table.rewards + penalties)
-
         groups = RolloutTable.of([])
-        wanted, refills = config.batch.prompts, 0
+        wanted = config.batch.prompts
+        refills = 0
         while True:
-            first_key = self.loader.cursor
-            with agree(self.collector.layout if config.data.streaming else Layout()):
-                taken = self.loader.take(wanted)
-                prompts: Prompts = Subset(cast(Any, self.dataset), taken)
-                if config.data.streaming:
-                    prompts = [self.dataset[index] for index in taken]
-            collected = collect(prompts, first_key, config.rollout.n, how)
-            if config.algorithm.advantage.name == "remax":
-                greedy = collect(prompts, first_key, 1, replace(how, temperature=0.0))
-                baselines = shaped(greedy).rewards[collected.groups]
-                collected = _without_baseline(collected, greedy)
-                collected = collected.with_rewards(collected.rewards, baselines)
+            rows, collected = self._collected(wanted, how)
             groups = RolloutTable.joined([groups, collected]) if refills else collected
             require_rewards(groups, config.reward)
             rewards, of_groups = compared_rewards(groups, dynamic.part, config.reward.part_names)
             varied = has_variance(rewards, of_groups, len(groups))
-            known = np.bincount(of_groups, minlength=len(groups))[-len(taken) :] > 1
-            alike = ~varied[-len(taken) :][known]
-            self.loader.update(np.array(taken)[known].tolist(), alike.tolist())
-            keep, wanted = select_groups(varied, config.batch.prompts, refills, dynamic)
+            # Of a group with a single reward nobody knows whether its prompt is too easy or too hard.
+            is_known = np.bincount(of_groups, minlength=len(groups))[-len(rows) :] > 1
+            alike = ~varied[-len(rows) :][is_known]
+            self.loader.update(np.array(rows)[is_known].tolist(), alike.tolist())
+            chosen, wanted = select_groups(varied, config.batch.prompts, refills, dynamic)
             if wanted == 0:
                 break
             refills += 1
-        groups = shaped(groups) if overlong.buffer else groups
-        left_out = np.delete(np.arange(len(groups)), keep)
-        return DrawnBatch(step, groups.take(keep), groups.take(left_out))
+        # After the choice: groups are chosen by what the reward says of the answers, and not by their lengths.
+        groups = self._shaped(groups) if config.algorithm.overlong.buffer else groups
+        left_out = np.delete(np.arange(len(groups)), chosen)
+        return DrawnBatch(step, groups.take(chosen), groups.take(left_out))
+
+    def _collected(self, count: int, how: Sampling) -> tuple[list[int], RolloutTable]:
+        """Take the next `count` rows, and return them and their rollouts. Collective."""
+        config = self.config
+        collect = self.collector.collect
+        first_key = self.loader.cursor
+        # Ranks may see different errors in files that are read only now.
+        with agree(self.collector.layout if config.data.streaming else Layout()):
+            rows = self.loader.take(count)
+            prompts: Prompts = Subset(cast(Any, self.dataset), rows)
+            if config.data.streaming:
+                prompts = [self.dataset[row] for row in rows]
+        collected = collect(prompts, first_key, config.rollout.n, how)
+        if config.algorithm.advantage.name == "remax":
+            greedy = collect(prompts, first_key, 1, replace(how, temperature=0.0))
+            baselines = self._shaped(greedy).rewards[collected.groups]
+            collected = _without_baseline(collected, greedy)
+            collected = collected.with_rewards(collected.rewards, baselines)
+        return rows, collected
+
+    def _shaped(self, table: RolloutTable) -> RolloutTable:
+        """Add the penalty for long completions to the rewards."""
+        limit = self.config.rollout.max_response_length
+        penalties = overlong_penalty(table.lengths, limit, self.config.algorithm.overlong)
+        return table.with_rewards(table.rewards + penalties)
 
 
 class RolloutQueue:
@@ -253,9 +289,10 @@ class RolloutQueue:
         check: Callable[[int], None] | None = None,
     ) -> None:
         """`check` is called with the version of published weights."""
-        self._sampler, self._check = sampler, check
-        rollout = sampler.config.rollout
-        self._ahead, self._in_flight = rollout.ahead, rollout.in_flight
+        self._sampler = sampler
+        self._check = check
+        self._ahead = sampler.config.rollout.ahead
+        self._in_flight = sampler.config.rollout.in_flight
         self._waiting = sampler.config.critic.warmup_steps
         self._total_steps = total_steps
         self._pending: deque[DrawnBatch] = deque()
@@ -272,6 +309,8 @@ class RolloutQueue:
 
     def publish(self, weights: Publication, version: int) -> None:
         """Give the generator new weights, by default after the old weights have drawn their batches."""
+        # Batches that old weights are to draw come first. So the configuration decides which weights draw a batch, and not
+        # how fast the generator is. In flight, only batches that are ready already are taken over.
         count = self._left
         if self._in_flight and self._background is not None:
             count = from_main(self._background.ready(), self._sampler.collector.layout)
@@ -282,28 +321,39 @@ class RolloutQueue:
 
     def take(self, step: int) -> DrawnBatch:
         """Draw the batches due before `step`, and return that of `step`. Take steps in order."""
-        collector = self._sampler.collector
-        last = min(step + self._ahead, self._total_steps - 1)
         if self._lost is not None:
             raise self._lost
-        if not collector.generator.called_by_rank0:
-            for number in range(step + len(self._pending), last + 1):
-                with collector.offloaded():
-                    self._pending.append(self._sampler.sample(number))
+        generator = self._sampler.collector.generator
+        first = step + len(self._pending)
+        last = min(step + self._ahead, self._total_steps - 1)
+        if generator.called_by_rank0:
+            self._draw_in_background(first, last)
         else:
-            if self._background is None:
-                first = step + len(self._pending)
-                self._background = BackgroundSampler(self._sampler, first, self._partial)
-            self._background.go_on(last)
-            if not self._pending:
-                with collector.offloaded():
-                    self._take_over(1, collector.check)
-                if self._lost is not None:
-                    raise self._lost
-        if self._left == 0 and step >= self._waiting:  # this step publishes new weights
-            collector.generator.release()
+            self._draw_now(first, last)
+        if self._left == 0 and step >= self._waiting:
+            # This step publishes new weights, and nothing is drawn before. Until then training may use the old ones' memory.
+            generator.release()
         self._taken = step + 1
         return self._pending.popleft()
+
+    def _draw_now(self, first: int, last: int) -> None:
+        """Draw batches on all ranks."""
+        for step in range(first, last + 1):
+            with self._sampler.collector.offloaded():
+                self._pending.append(self._sampler.sample(step))
+
+    def _draw_in_background(self, first: int, last: int) -> None:
+        """Let rank 0 draw up to `last`, and wait only if no batch is pending. `first` is the next to draw, if none is begun."""
+        collector = self._sampler.collector
+        if self._background is None:
+            self._background = BackgroundSampler(self._sampler, first, self._partial)
+        self._background.go_on(last)
+        if self._pending:
+            return
+        with collector.offloaded():
+            self._take_over(1, collector.check)
+        if self._lost is not None:
+            raise self._lost
 
     @property
     def _left(self) -> int:
@@ -314,26 +364,29 @@ class RolloutQueue:
 
         It calls `check` meanwhile, which may raise only before an update: a save after one needs these batches.
         """
-        drawing, collector, began = self._background, self._sampler.collector, time.monotonic()
-        if drawing is None or count == 0 or self._lost is not None:
+        background = self._background
+        if background is None or count == 0 or self._lost is not None:
             return
+        collector = self._sampler.collector
+        began = time.monotonic()
 
-        def taken(
+        def receive(
             beat: Callable[[], None],
         ) -> tuple[list[tuple[DrawnBatch, State]], LostRewards | None]:
-            found = list[tuple[DrawnBatch, State]]()
+            received = list[tuple[DrawnBatch, State]]()
             try:
-                while len(found) < count:
-                    found.append(drawing.next(_both(check, beat)))
+                while len(received) < count:
+                    received.append(background.next(_both(check, beat)))
             except LostRewards as lost:
-                return found, lost
-            return found, None
+                return received, lost
+            return received, None
 
-        drawn, self._lost = _from_main(taken, collector.layout)
-        drawing.left -= len(drawn)
+        drawn, self._lost = _from_main(receive, collector.layout)
+        background.left -= len(drawn)
         self._waited += time.monotonic() - began
         for batch, state in drawn:
-            groups, left_out = map(collector.judged, (batch.groups, batch.left_out))
+            groups = collector.judged(batch.groups)
+            left_out = collector.judged(batch.left_out)
             try:
                 require_rewards(
                     RolloutTable.joined([left_out, groups]), self._sampler.config.reward
@@ -341,6 +394,7 @@ class RolloutQueue:
             except LostRewards as lost:
                 self._lost = lost
                 return
+            # A save has the loader's state after the last pending batch. The thread's own loader may be further.
             self._sampler.loader.state = state
             self._pending.append(DrawnBatch(batch.step, groups, left_out))
 
@@ -385,22 +439,23 @@ class RolloutQueue:
 
     def stats(self, batch: DrawnBatch) -> Stats:
         """Return the statistics of a batch, with `rollout/staleness/...` in steps of learning if drawn ahead."""
-        kept = batch.groups
-        made = np.flatnonzero(kept.lengths > 0)
-        ages = kept.by_kind(lambda kind: self._age(batch.step, kind.weights_version))[made]
-        lags = ages.astype(np.float64)
-        for place in np.flatnonzero(kept.by_kind(lambda kind: len(kind.later_versions))[made]):
-            versions = kept.rollout(made[place]).completion.versions
-            lags[place] = self._age(batch.step, versions).mean()
-        stats = rollout_stats(RolloutTable.joined([batch.left_out, kept]))
+        groups = batch.groups
+        answered = np.flatnonzero(groups.lengths > 0)
+        ages = groups.by_kind(lambda kind: self._age(batch.step, kind.weights_version))[answered]
+        mean_ages = ages.astype(np.float64)
+        is_mixed = groups.by_kind(lambda kind: len(kind.later_versions))[answered]
+        for place in np.flatnonzero(is_mixed):
+            versions = groups.rollout(answered[place]).completion.versions
+            mean_ages[place] = self._age(batch.step, versions).mean()
+        stats = rollout_stats(RolloutTable.joined([batch.left_out, groups]))
         stragglers = self._sampler.collector.stragglers
         if stragglers is not None:
             stats |= stragglers.stats()
         if self._sampler.collector.generator.called_by_rank0:
             stats["perf/wait_seconds"] = Max(self._waited)
             self._waited = 0.0
-        if len(made) and (self._ahead or lags.any()):
-            stats["rollout/staleness/mean"] = Mean(float(lags.sum()), len(lags))
+        if len(answered) and (self._ahead or mean_ages.any()):
+            stats["rollout/staleness/mean"] = Mean(float(mean_ages.sum()), len(mean_ages))
             stats["rollout/staleness/max"] = Max(int(ages.max()))
         return stats
 
@@ -414,18 +469,24 @@ class BackgroundSampler:
         """Begin with batch `first`, once `go_on` lets it."""
         self.left = 0
         """Batches that the thread may draw or has drawn, and that nobody has taken over."""
-        self._last, self._failed = first - 1, False
+        self._last = first - 1
+        self._failed = False
         self._may_draw: queue.SimpleQueue[int | None] = queue.SimpleQueue()
         # Not a SimpleQueue, whose `get` can wait for ever if a signal arrives at the end of its time-out.
         self._drawn: queue.Queue[tuple[DrawnBatch, State] | BaseException] = queue.Queue()
         collector = sampler.collector
         if collector.layout.is_main:
-            # The thread shows no progress and checks no signals, because training does both.
-            unseen = Progress(False, moved=collector.progress.moved)
-            main = replace(collector.on_main, progress=unseen, check=lambda: None)
-            alone = replace(main, partial=partial)
-            sampler = replace(sampler, collector=alone, loader=copy(sampler.loader))
-            Thread(target=self._draw, args=(sampler,), daemon=True).start()
+            # The thread takes part in no collective, which would mix with those of training. It shows no progress and checks
+            # no signals, because training does both. Its loader is its own, because a save needs the state of the other.
+            alone = replace(
+                collector.on_main,
+                progress=Progress(False, moved=collector.progress.moved),
+                check=lambda: None,
+                partial=partial,
+            )
+            own_sampler = replace(sampler, collector=alone, loader=copy(sampler.loader))
+            # A daemon, so that a process that ends does not wait for answers.
+            Thread(target=self._draw, args=(own_sampler,), daemon=True).start()
 
     def go_on(self, last: int) -> None:
         """Allow drawing up to batch `last`."""
@@ -474,31 +535,32 @@ def _both(check: Callable[[], None], beat: Callable[[], None]) -> Callable[[], N
 def _from_main(make: Callable[[Callable[[], None]], T], layout: Layout) -> T:
     """Return rank 0's result of `make`, or raise its error, on all ranks; on others its pickle. Collective.
 
-    `make` keeps calling its argument, so that it may outlast the time-out of a collective.
+    `make` keeps calling its argument, so that it may outlast the time-out of a collective: other ranks wait in one, and each second
+    rank 0 completes it with None.
     """
-    told: tuple[T | None, StopRequested | BurnishError | None] | None = None
-    last = time.monotonic()
+    outcome: tuple[T | None, StopRequested | BurnishError | None] | None = None
+    last_beat = time.monotonic()
 
     def beat() -> None:
-        nonlocal last
-        if time.monotonic() - last >= _BEAT_SECONDS:
+        nonlocal last_beat
+        if time.monotonic() - last_beat >= _BEAT_SECONDS:
             from_main(None, layout)
-            last = time.monotonic()
+            last_beat = time.monotonic()
 
     if layout.is_main:
         try:
-            told = make(beat), None
+            outcome = make(beat), None
         except (StopRequested, BurnishError) as raised:
-            told = None, raised
-        told = from_main(told, layout)
-    while told is None:
-        told = from_main(told, layout)
-    made, error = told
+            outcome = None, raised
+        outcome = from_main(outcome, layout)
+    while outcome is None:
+        outcome = from_main(None, layout)
+    result, error = outcome
     if isinstance(error, BurnishError):
         error.printed_by_main = layout.world > 1
     if error is not None:
         raise error
-    return cast(T, made)
+    return cast(T, result)
 
 
 def _without_baseline(table: RolloutTable, greedy: RolloutTable) -> RolloutTable:
@@ -529,9 +591,9 @@ def compared_rewards(
             want=f"one of {', '.join(sorted(known))}",
             do="set algorithm.dynamic_sampling.part to one of them, or remove it",
         )
-    values, there = table.part(part)
-    there &= table.is_scored
-    return values[there], table.groups[there]
+    values, is_given = table.part(part)
+    is_given &= table.is_scored
+    return values[is_given], table.groups[is_given]
 
 
 def sampling(rollout: RolloutConfig, how: SamplingConfig, seed: int, step: int) -> Sampling:
