@@ -27,7 +27,7 @@ EXAMPLES = Path(__file__).parents[1] / "examples"
     "path", sorted(EXAMPLES.glob("*/*.yaml")), ids=lambda path: path.parent.name
 )
 def test_every_configuration_is_sound(path: Path) -> None:
-    METHODS["rl"].check(read_config(path) if path.stem == "rl" else "sft")
+    METHODS["rl" if path.stem == "rl" else "sft"].check(read_config(path))
 
 
 def test_the_hubs_questions_are_asked_with_the_chat_template(tmp_path: Path) -> None:

@@ -18,14 +18,14 @@ from burnish.config.schema import RunConfig
 from burnish.distributed.layout import Layout
 from burnish.errors import BurnishError
 from burnish.methods.table import METHODS
-from burnish.runs.session import Session, Trainer, open_run
+from burnish.runs.session import Session, open_run
 
 CPU = torch.device("cpu")
 
 
 @contextmanager
 def run(
-    directory: Path, trainer: Trainer = "sft", *, sections: Mapping[str, Any] = {}, **model: object
+    directory: Path, trainer: str = "sft", *, sections: Mapping[str, Any] = {}, **model: object
 ) -> Iterator[Session]:
     """A run in `directory`, as it is opened."""
     values = {
