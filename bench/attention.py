@@ -75,7 +75,8 @@ def errors(parts: Parts, upstream: Tensor) -> None:
 def measure(shape: str, rounds: int) -> Result:
     """Measure one shape."""
     count, length, *heads = map(int, shape.split("x"))
-    parts, upstream = draw(count, length, heads), draw(count, length, heads)[0].detach()
+    parts = draw(count, length, heads)
+    upstream = draw(count, length, heads)[0].detach()
     if length <= 1024:
         errors(parts, upstream)
     sides = {name: partial(passes, attend, parts, upstream) for name, attend in SIDES.items()}

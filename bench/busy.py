@@ -28,7 +28,8 @@ MODULE = "bench.busy_ranks"
 CORES = len(os.sched_getaffinity(0))
 PLAIN = {"GOMP_SPINCOUNT": "300000"}
 """libgomp's own waiting, set by hand, which Burnish leaves as it is."""
-MOST_OF_FAIR, MOST_LOST = 1.5, 0.05
+MOST_OF_FAIR = 1.5
+MOST_LOST = 0.05
 
 
 @contextmanager
@@ -89,7 +90,8 @@ def measure(rounds: int, programs: list[int]) -> list[Result]:
                 beside = in_turns(sides, rounds)
             slower = median(beside["fair"]) / median(alone["fair"])
             for name in ("one process", "two ranks"):
-                ours, limit = median(beside[name]), slower * median(alone[name])
+                ours = median(beside[name])
+                limit = slower * median(alone[name])
                 results.append(
                     Result(
                         f"busy/{name} beside {count}, {slower:.2f} times is fair",

@@ -20,7 +20,8 @@ from burnish.distributed.layout import Layout
 from burnish.distributed.processes import launch
 from burnish.rewards.pool import RewardPool
 
-PRODUCTS, EDGE = 400, 256
+PRODUCTS = 400
+EDGE = 256
 
 
 def main() -> None:

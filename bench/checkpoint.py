@@ -34,7 +34,9 @@ from bench.machine import Result, command_line, ratio, report
 from bench.peers import Peer
 
 CASES = ("memory", "save", "load", "reshard", "block", "plan")
-PLANNED_RANKS, PLANNED_TENSORS, PLAN_SECONDS = 1000, 1000, 10.0
+PLANNED_RANKS = 1000
+PLANNED_TENSORS = 1000
+PLAN_SECONDS = 10.0
 PEERS = {
     "save": ("dcp", "dcp_hf", "torch", "safetensors"),
     "load": ("dcp", "torch", "safetensors"),
@@ -108,7 +110,8 @@ class Setting:
         if verl is not None and kind != "block":
             sides["verl"] = lambda: slowest(verl, {"do": kind})
         seconds = self.rounds_of(sides)
-        mine, bound = median(seconds["ours"]), median(seconds[limit])
+        mine = median(seconds["ours"])
+        bound = median(seconds[limit])
         name = f"checkpoint/{kind}/{self.label}"
         over = ratio(seconds[limit], seconds["ours"])
         results = [Result(f"{name}/limit", mine, None, bound, "s", over, goal)]
@@ -158,7 +161,8 @@ class Setting:
                 if not dim:
                     break  # DCP cannot describe uneven rows
             name = f"checkpoint/reshard-{cut}/{self.label}"
-            mine, peer = found["ours"], found.get("dcp")
+            mine = found["ours"]
+            peer = found.get("dcp")
             results.append(Result(name, mine, peer, 1.0, "bytes per byte", 1 / mine, 1 / goal))
         return results
 
@@ -194,7 +198,8 @@ def measure_plan(rounds: int) -> list[Result]:
     """Measure time and memory of one of very many ranks that plan a save."""
     plan(4, 4)
     found = [plan(PLANNED_RANKS, PLANNED_TENSORS) for _ in range(rounds)]
-    seconds, most = median(each[0] for each in found), max(each[1] for each in found)
+    seconds = median(each[0] for each in found)
+    most = max(each[1] for each in found)
     print(f"  plan: {most / MIB:.0f} MiB at the peak", file=sys.stderr, flush=True)
     name = f"checkpoint/plan/{PLANNED_RANKS}-ranks-{PLANNED_TENSORS}-tensors"
     return [Result(name, seconds, None, PLAN_SECONDS, "s", PLAN_SECONDS / seconds, 1.0)]

@@ -19,7 +19,8 @@ from burnish.checkpoint.write_plan import MAIN, WritePlan
 from burnish.distributed.device import peak_memory, reset_peak_memory, used_memory
 from burnish.distributed.layout import Layout
 
-ROWS, COLUMNS = 4100, 4096
+ROWS = 4100
+COLUMNS = 4096
 """Shape of each tensor: 67 MB of fp32, cut by rows. Few numbers of ranks divide the rows evenly."""
 CPU = torch.device("cpu")
 
@@ -44,6 +45,7 @@ def plan(ranks: int, tensors: int) -> tuple[float, int]:
     """Make the first rank's plan. Return the seconds, and the peak of memory beyond that held before."""
     have = tables(ranks, tensors)
     reset_peak_memory(CPU)
-    before, begun = used_memory(CPU), perf_counter()
+    before = used_memory(CPU)
+    begun = perf_counter()
     WritePlan.of(have, [MAIN], Layout(0, ranks))
     return perf_counter() - begun, peak_memory(CPU) - before

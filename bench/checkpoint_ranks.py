@@ -60,7 +60,8 @@ def cut(shape: torch.Size, dim: int, rank: int, world: int, *, even: bool = True
         min(n * step, extent) if even else extent * n * (n + 1) // 2 // parts
         for n in range(world + 1)
     ]
-    offsets, sizes = [0] * len(shape), list(shape)
+    offsets = [0] * len(shape)
+    sizes = list(shape)
     offsets[dim], sizes[dim] = edges[rank], edges[rank + 1] - edges[rank]
     return Box(tuple(offsets), tuple(sizes))
 
@@ -88,7 +89,8 @@ class State:
         return found
 
     def boxes(self, dim: int, *, even: bool = True) -> dict[str, Box]:
-        rank, world = dist.get_rank(), dist.get_world_size()
+        rank = dist.get_rank()
+        world = dist.get_world_size()
         return {
             name: cut(shape, min(dim, len(shape) - 1), rank, world, even=even)
             for name, shape in self.shapes.items()
@@ -141,7 +143,8 @@ class Rank:
 
     def __init__(self, settings: dict[str, Any]) -> None:
         torch.set_num_threads(settings["threads"])
-        rank, world = settings["rank"], settings["world"]
+        rank = settings["rank"]
+        world = settings["world"]
         address = f"tcp://127.0.0.1:{settings['port']}"
         dist.init_process_group("gloo", init_method=address, rank=rank, world_size=world)
         self.layout = Layout(rank, world, rank, world)
@@ -240,13 +243,15 @@ class Rank:
         descriptors = [os.open(file, os.O_RDONLY) for file in files]
         sizes = [file.stat().st_size for file in files]
         share = [size // self.layout.world for size in sizes]
-        at, which = 0, 0
+        at = 0
+        which = 0
         for tensor in self.state.tensors.values():
             data = as_bytes(tensor)
             for start in range(0, len(data), CHUNK):
                 some = data[start : start + CHUNK]
                 while which + 1 < len(files) and at + len(some) > share[which]:
-                    which, at = which + 1, 0
+                    which = which + 1
+                    at = 0
                 place = min(self.layout.rank * share[which] + at, sizes[which] - len(some))
                 at += os.preadv(descriptors[which], [some], max(0, place))
         for descriptor in descriptors:
@@ -276,7 +281,8 @@ class Rank:
     def checkpoints(self, path: Path, background_timeout: float | None = None) -> Checkpoints:
         """Return the checkpoints below `path`, which stay open from their first use on, as in a run."""
         if path not in self.held:
-            root, keep = path / "ours", Retention(1 << 20)
+            root = path / "ours"
+            keep = Retention(1 << 20)
             checkpoints = Checkpoints(
                 root, self.layout, retention=keep, background_timeout=background_timeout
             )
@@ -317,7 +323,8 @@ class Rank:
 
     def _warm_up(self, kind: str, side: str) -> None:
         """Do the same with a tiny state, so that memory which code and libraries take once is not counted."""
-        full, path = self.state, self._made(f"tiny-{kind}-{side}")
+        full = self.state
+        path = self._made(f"tiny-{kind}-{side}")
         self.state = State(0.004, self.mesh)
         getattr(self, f"save_{side}")(path)
         dist.barrier()
@@ -335,7 +342,8 @@ class Rank:
 
     def read(self, side: str, dim: int) -> Answer:
         """Load a step that was saved by rows, as uneven rows (dim 0) or as columns. Return the bytes read and wanted."""
-        path, even = self.directory / side, dim > 0
+        path = self.directory / side
+        even = dim > 0
         tensors = self.state.part(dim, even=even, fill=0.0)
         dist.barrier()
         before = bytes_read()

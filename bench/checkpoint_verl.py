@@ -29,7 +29,8 @@ class Rank:
 
     def __init__(self, settings: dict[str, Any]) -> None:
         torch.set_num_threads(settings["threads"])
-        rank, world = settings["rank"], settings["world"]
+        rank = settings["rank"]
+        world = settings["world"]
         address = f"tcp://127.0.0.1:{settings['port']}"
         dist.init_process_group("gloo", init_method=address, rank=rank, world_size=world)
         config = Qwen3Config(**model_settings(settings["gigabytes"]))

@@ -25,7 +25,10 @@ from burnish.records import Request
 from burnish.rollout.base import Sampling
 from burnish.rollout.builtin.generator import BuiltinGenerator
 
-PROMPTS, SAMPLES, PROMPT_LENGTH, VOCAB = 16, 8, 24, 4096
+PROMPTS = 16
+SAMPLES = 8
+PROMPT_LENGTH = 24
+VOCAB = 4096
 SIZES = {
     "5m": {"hidden_size": 256, "intermediate_size": 640, "num_attention_heads": 4},
     "30m": {"hidden_size": 640, "intermediate_size": 1664, "num_attention_heads": 10},
@@ -56,7 +59,9 @@ class Sides:
     def __init__(
         self, model: PreTrainedModel, sampling: Sampling, eos: list[int], slots: int
     ) -> None:
-        self.model, self.sampling, self.eos = model, sampling, eos
+        self.model = model
+        self.sampling = sampling
+        self.eos = eos
         self.made = {"ours": 0, "peer": 0}
         rng = np.random.default_rng(0)
         self.prompts = rng.integers(100, VOCAB, size=(PROMPTS, PROMPT_LENGTH))

@@ -235,7 +235,8 @@ class _Marks:
     """A clock that also records the peak memory since its last reading. `bench.grpo` reads it between the phases of a step."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device, self._now = device, clock(device)
+        self._device = device
+        self._now = clock(device)
         self._peaks: list[int] = []
 
     def __call__(self) -> float:

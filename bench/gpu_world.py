@@ -74,7 +74,8 @@ class GrpoWork:
 
 def sft_config(directory: Path, work: SftWork, steps: int) -> RunConfig:
     """Write the model and texts for so many steps. Return the configuration of a run with them."""
-    rows, rng = directory / "rows.jsonl", random.Random(0)
+    rows = directory / "rows.jsonl"
+    rng = random.Random(0)
     texts = [{"text": sentence(rng, length - 1)} for length in steps * work.lengths]
     rows.write_text("".join(json.dumps(text) + "\n" for text in texts))
     engine = {"activation_checkpointing": "full" if work.recomputes else "none"}
@@ -106,7 +107,8 @@ def _config(
     engine: Mapping[str, Any],
     more: Mapping[str, Any] | None = None,
 ) -> RunConfig:
-    model, shape = directory / size, model_config(size)
+    model = directory / size
+    shape = model_config(size)
     if not model.exists():  # an earlier case may have written it
         torch.manual_seed(0)
         with current_device():  # an accelerator draws the weights faster

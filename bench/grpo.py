@@ -53,8 +53,13 @@ from burnish.rollout.running import StopRule
 from burnish.runs.setup import lay_foundation, make_run_engine, prompt_dataset
 from burnish.tracking.progress import Progress
 
-PROMPTS, SAMPLES, PROMPT_WORDS, LR = 16, 8, 24, 1e-5
-FIXED, SHORTEST, LONGEST = 64, 8, 256
+PROMPTS = 16
+SAMPLES = 8
+PROMPT_WORDS = 24
+LR = 1e-5
+FIXED = 64
+SHORTEST = 8
+LONGEST = 256
 CASES = {"5m": ("5m", False, 3.0), "30m": ("30m", False, 2.5), "5m-varied": ("5m", True, 4.0)}
 """By name: model size, whether lengths vary, goal."""
 PEER_SETTINGS: dict[str, dict[str, Any]] = {
@@ -67,7 +72,8 @@ class ByFirstToken(StopRule):
     """Ends a completion at a length that follows from its first token: evenly spread over `shortest` to `longest`."""
 
     def __init__(self, shortest: int, longest: int) -> None:
-        self._shortest, self._choices = shortest, longest - shortest + 1
+        self._shortest = shortest
+        self._choices = longest - shortest + 1
 
     def ended(self, tokens: Sequence[int]) -> StopReason | None:
         """See `StopRule.ended`."""
@@ -101,7 +107,8 @@ class Ours:
         pool: RewardPool,
         clock: Clock,
     ) -> None:
-        self.config, self.clock = config, clock
+        self.config = config
+        self.clock = clock
         foundation = lay_foundation(config, layout, device)
         self.flops = foundation.flops
         self.dataset = prompt_dataset(foundation, config.data.train, "data.train")
@@ -157,7 +164,8 @@ class Ours:
 
 def write_world(directory: Path, size: str) -> RunConfig:
     """Write weights, tokenizer and prompts. Return our configuration with them."""
-    model, prompts = directory / "model", directory / "prompts.jsonl"
+    model = directory / "model"
+    prompts = directory / "prompts.jsonl"
     one_pass = PROMPTS * SAMPLES * (PROMPT_WORDS + LONGEST)
     torch.manual_seed(0)
     Qwen3ForCausalLM(Qwen3Config(**model_config(size))).save_pretrained(model)
@@ -213,7 +221,8 @@ def _in_turns(
     mine: list[float] = []
     theirs: dict[str, list[float]] = {setting: [] for setting in peers}
     for _ in range(rounds):
-        warm, timed = ours.step(), ours.step()
+        warm = ours.step()
+        timed = ours.step()
         mine.append(timed[0])
         for setting, peer in peers.items():
             peer.ask({"lengths": warm[1]})

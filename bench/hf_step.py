@@ -36,7 +36,8 @@ class Plain:
 
     def step(self) -> tuple[float, int]:
         """Take one step. Return its seconds, and the number of tokens trained on."""
-        start, passes = self._now(), self._settings["passes"]
+        start = self._now()
+        passes = self._settings["passes"]
         for _ in range(passes):
             with torch.autocast(self._device.type, torch.bfloat16):
                 loss = self._model(input_ids=self._ids, labels=self._ids, use_cache=False).loss

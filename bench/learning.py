@@ -105,14 +105,16 @@ def share_within(mine: Sequence[Curve], band: Sequence[Curve], rollouts: int) ->
     middle = curves.mean(axis=0)
     steps = np.minimum(np.arange(1, len(average) + 1), WINDOW)
     margin = 2 * np.sqrt(middle * (1 - middle) / (rollouts * steps))
-    low, high = curves.min(axis=0) - margin, curves.max(axis=0) + margin
+    low = curves.min(axis=0) - margin
+    high = curves.max(axis=0) + margin
     return float(np.mean((average >= low) & (average <= high)))
 
 
 def share_of_others(seeds: int) -> float:
     """Return how often the mean of `seeds` normal numbers lies between the lowest and the highest of as many others."""
     rng = np.random.default_rng(0)
-    band, means = rng.normal(size=(_DRAWS, seeds)), rng.normal(size=(_DRAWS, seeds)).mean(axis=1)
+    band = rng.normal(size=(_DRAWS, seeds))
+    means = rng.normal(size=(_DRAWS, seeds)).mean(axis=1)
     return float(np.mean((means >= band.min(axis=1)) & (means <= band.max(axis=1))))
 
 
@@ -147,7 +149,8 @@ def main() -> None:
     if not config.model.path or not (ROOT / config.model.path).is_dir():
         parser.error(f"{config.model.path} does not exist; run `make demo` first")
     steps = arguments.steps
-    mine, band = {}, {}
+    mine = {}
+    band = {}
     with tempfile.TemporaryDirectory() as name:
         for seed in arguments.seeds:
             mine[f"ours {seed}"] = ours(seed, steps, Path(name))

@@ -71,7 +71,9 @@ class Subject:
 
     def __init__(self, case: Case, layout: Layout, meter: Meter) -> None:
         self._config = config = RunConfig.model_validate(case.settings())
-        self._case, self._layout, self._meter = case, layout, meter
+        self._case = case
+        self._layout = layout
+        self._meter = meter
         fresh = dict(config.model.fresh) if isinstance(config.model.fresh, dict) else {}
         self._hf = AutoConfig.for_model(fresh.pop("model_type"), **fresh)
         self._reference: Engine | None = None
@@ -139,7 +141,8 @@ class Subject:
 
     def step(self) -> None:
         """Run and measure all phases once."""
-        rng, config = np.random.default_rng(0), self._config
+        rng = np.random.default_rng(0)
+        config = self._config
         lengths = [int(self._case.together * part) for part in MIXED]
         first = [1] * len(lengths)
         if self._case.command == "rl":

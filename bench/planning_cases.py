@@ -227,7 +227,8 @@ def _cases() -> Iterator[Case]:
 
 def _rl_cases() -> Iterator[Case]:
     """Yield reinforcement learning on several processes, and saves in the background."""
-    tensor, sequence = {"engine.tensor_parallel": 2}, {"engine.sequence_parallel": 2}
+    tensor = {"engine.tensor_parallel": 2}
+    sequence = {"engine.sequence_parallel": 2}
     background = {"checkpoint.background": True}
     yield _small("qwen3", "bf16", "none", 1, background, "rl")
     wide = {"model.lora.rank": 64}
@@ -275,7 +276,8 @@ def _full(
 
 def _shared_cases() -> Iterator[Case]:
     """Yield processes that share micro-batches, and copies of the model."""
-    sequence, tensor = {"engine.sequence_parallel": 2}, {"engine.tensor_parallel": 2}
+    sequence = {"engine.sequence_parallel": 2}
+    tensor = {"engine.tensor_parallel": 2}
     for more in (sequence, tensor):
         yield _small("qwen3", "bf16", "none", 2, more)
         yield _small("llama", "fp32", "selective", 2, more)
@@ -289,12 +291,14 @@ def _shared_cases() -> Iterator[Case]:
 
 def _other_cases() -> Iterator[Case]:
     """Yield adapters, a critic, Muon, and weights that stay gathered."""
-    adapter, critic = {"model.lora.rank": 16}, {"algorithm.advantage": "gae"}
+    adapter = {"model.lora.rank": 16}
+    critic = {"algorithm.advantage": "gae"}
     for processes in (1, 2):
         yield _small("qwen3", "bf16", "none", processes, adapter)
         yield _small("gemma3_text", "bf16", "none", processes, adapter)
     yield _small("olmo2", "bf16", "none", 1, adapter)
-    wide, tensor = {"model.lora.rank": 64}, {"engine.tensor_parallel": 2}
+    wide = {"model.lora.rank": 64}
+    tensor = {"engine.tensor_parallel": 2}
     for checkpointing in ("none", "selective"):
         yield _small("qwen3", "bf16", checkpointing, 2, wide | tensor)
     for each in (wide, wide | tensor, wide | {"engine.tensor_parallel": 4}):
@@ -317,7 +321,8 @@ def _cases_with_less() -> Iterator[Case]:
     """Yield offloaded state and moments in bf16. Offloaded memory is not from torch's allocator, so figures are those of a device."""
     for checkpointing in ("none", "full"):
         yield Case("qwen3", "bf16", checkpointing, 4096, more={"engine.activation_offload": True})
-    offload, narrow = {"engine.optimizer_offload": True}, {"optim.moments": "bf16"}
+    offload = {"engine.optimizer_offload": True}
+    narrow = {"optim.moments": "bf16"}
     for more in (offload, narrow):
         yield _small("qwen3", "fp32", "full", 1, more)
     yield _small("qwen3", "bf16", "none", 1, {"engine.offload_during_rollout": True}, "rl")

@@ -70,7 +70,8 @@ def imagined_peak(case: Case, layout: Layout) -> dict[str, int]:
 
 def share_of(case: Case, flops: ModelFlops) -> Batch:
     """Return one share of a step's batch, divided alone. Its sequences fill all tokens; balancing many shares may not achieve that."""
-    rng, config = np.random.default_rng(0), RunConfig.model_validate(case.settings())
+    rng = np.random.default_rng(0)
+    config = RunConfig.model_validate(case.settings())
     lengths = [int(case.together * part) for part in MIXED] * case.microbatches
     examples = [Example(rng.integers(3, 2048, n), np.arange(n) > 0) for n in lengths]
     return make_batch(examples, Layout(), config.microbatch_tokens, flops)

@@ -28,13 +28,16 @@ class Saves:
     """Commits steps to a directory that `close` removes."""
 
     def __init__(self, layout: Layout, *, background: bool) -> None:
-        self._background, self._step, self._held = background, 0, ExitStack()
+        self._background = background
+        self._step = 0
+        self._held = ExitStack()
         mine = self._held.enter_context(tempfile.TemporaryDirectory())
         self._checkpoints = Checkpoints(Path(from_main(mine, layout)), layout)
 
     def save(self, engines: Mapping[str, Engine]) -> int:
         """Commit a step of engines by role. Return the bytes of host memory that this took. Collective."""
-        arena, self._step = Arena(torch.device("cpu")), self._step + 1
+        arena = Arena(torch.device("cpu"))
+        self._step = self._step + 1
         contents = Contents({role: _contents(engine) for role, engine in engines.items()}, {})
         if not self._background:
             self._checkpoints.save(self._step, replace(contents, arena=arena))

@@ -43,7 +43,10 @@ from burnish.rollout.base import Generator, Sampling
 from burnish.runs.setup import lay_foundation
 from burnish.tracking.trackers import read_metrics
 
-PROMPTS, SAMPLES, PROMPT_LENGTH, TOKENS = 16, 8, 24, 64
+PROMPTS = 16
+SAMPLES = 8
+PROMPT_LENGTH = 24
+TOKENS = 64
 PLACES = {
     "inside": ("builtin", "inside"),
     "child": ("builtin", "child"),
@@ -52,7 +55,8 @@ PLACES = {
     "vLLM servers": ("vllm", "servers"),
 }
 """Engine and place of each side."""
-SLOTS, STEPS = 32, 12
+SLOTS = 32
+STEPS = 12
 GOALS = {"child": 1 / 1.5, "servers": 1 / 3}
 """Goals for the time of vLLM's own `reload_weights` over that of an update, by place."""
 
@@ -221,7 +225,8 @@ def ahead(rounds: int) -> list[Result]:
                     parts["train"].append(median(np.subtract(steps, drawn)))
     print(f"  ahead 0: { {name: round(float(median(x)), 3) for name, x in parts.items()} }")
     found = ratio(seconds[0], seconds[1])
-    ours, theirs = median(seconds[1]), median(seconds[0])
+    ours = median(seconds[1])
+    theirs = median(seconds[0])
     return [Result("rollout/ahead", ours, theirs, None, "s/step", found, 1.6)]
 
 

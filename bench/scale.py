@@ -84,7 +84,9 @@ CPU = torch.device("cpu")
 RANKS = 16_000
 LAYERS = 80
 """Layers of the model."""
-FLAGS, GATHERS, DELIVERIES = 3, 1, 1
+FLAGS = 3
+GATHERS = 1
+DELIVERIES = 1
 """Messages of a step, as traced in a run of two ranks. Three flags: whether a rank was told to stop, the same together with whether a
 save is late, and whether statistics are alike. A gathering of the rollouts' numbers, and a delivery of their tokens."""
 REPEATED = 7
@@ -167,7 +169,8 @@ def meet(pipe: Connection, first: int, count: int, ranks: int, port: int) -> Non
 
 def join(places: list[RankPlace], stores: list[Store]) -> None:
     """Use the store as torch and gloo do for the world's group and each group of the grid: write and read addresses, and wait."""
-    world, below = places[0].layout.world, 1
+    world = places[0].layout.world
+    below = 1
     for size in (1, *group_sizes(world)):
         below *= size
         keys = [f"{size}/{below}/{each.layout.rank // below}/{each.layout.rank}" for each in places]
@@ -267,7 +270,8 @@ def plan(pipe: Connection, ranks: int) -> None:
     size = prod(group_sizes(ranks)[:3])
     tensors = stored_tensors()
     reset_peak_memory(CPU)
-    before, begun = used_memory(CPU), process_time()
+    before = used_memory(CPU)
+    begun = process_time()
     outline = Outline.of([tensors] * ranks, [MAIN])
     sections = outline.sections(ranks, size)
     wanted = outline.tensors_in(sections[0])
@@ -325,7 +329,8 @@ def pieces(
     """Return all ranks' pieces of some tensors, or those `of` some ranks, cut by rows as FSDP cuts them."""
     lengths = np.array([tensors[row].shape[0] for row in rows])
     columns = np.array([(*tensors[row].shape, 1)[1] for row in rows])
-    most, found = -(-lengths // ranks), list[tuple[BoxTable, Ints]]()
+    most = -(-lengths // ranks)
+    found = list[tuple[BoxTable, Ints]]()
     for rank in range(ranks) if of is None else of:
         first = np.minimum(rank * most, lengths)
         size = np.minimum(most, lengths - first)
@@ -357,7 +362,8 @@ def gather(pipe: Connection, ranks: int) -> None:
     row_of = {number: [row] for row, number in enumerate(first.tolist())}
     own = [row_of.get(number, []) for number in range(len(tensors))]
     alike = alike_tensors([[have[n] for n in each] for each in own], tensors, Layout())
-    looked, some = process_time() - begun, np.array(sorted({*alike}))
+    looked = process_time() - begun
+    some = np.array(sorted({*alike}))
     others = pieces(tensors, some, ranks)
     message = pickle.dumps(others)
     begun = process_time()
@@ -365,8 +371,10 @@ def gather(pipe: Connection, ranks: int) -> None:
     tables = [PieceTable(tensors, *each) for each in told]
     tables[0] = PieceTable(tensors, tables[0].boxes, np.arange(len(tables[0].boxes)))
     waves = waves_of(tables, tensors, alike, own, 0, WAVE_BYTES)
-    planned, begun = process_time() - begun + looked, process_time()
-    layout, empty = Layout(0, ranks), torch.empty(0, dtype=torch.uint8)
+    planned = process_time() - begun + looked
+    begun = process_time()
+    layout = Layout(0, ranks)
+    empty = torch.empty(0, dtype=torch.uint8)
     for parts, lengths in waves:
         int(lengths.max()), int(lengths.sum()), np.flatnonzero(lengths).tolist()
         for part in parts:
@@ -385,7 +393,8 @@ def step(ranks: int) -> list[Result]:
         hop, delivery = map(max, zip(*(pipe.recv() for pipe in pipes), strict=True))
     sizes = group_sizes(ranks)
     hops = sum(size - 1 for size in sizes)
-    ring, delivered = 2 * hops * hop, len(sizes) * delivery
+    ring = 2 * hops * hop
+    delivered = len(sizes) * delivery
     messages = (FLAGS + GATHERS) * ring + DELIVERIES * delivered
     print(
         f"{sizes}: {hops} hops of {hop * 1e6:.0f} µs; {FLAGS} flags, {GATHERS} gathering, {DELIVERIES} delivery",
@@ -409,7 +418,9 @@ def step(ranks: int) -> list[Result]:
 
 def exchange(pipe: Connection, ranks: int) -> None:
     """Do every rank's work on all rollouts of a step of GRPO. Pack the rollouts of one rank. Whiten the advantages of PPO."""
-    rng, begin, limit = np.random.default_rng(0), 100, 800
+    rng = np.random.default_rng(0)
+    begin = 100
+    limit = 800
     messages = []
     for rank, row in enumerate(rng.integers(1, limit, (ranks, SAMPLES)).tolist()):
         task = Prompt(rank, np.arange(begin) + rank, "", None, None, "", {})
@@ -441,7 +452,9 @@ def exchange(pipe: Connection, ranks: int) -> None:
     before = used_memory(CPU)
 
     def clock(name: str, make: Callable[[], T]) -> T:
-        made, taken = make(), []  # the first step imports modules
+        # the first step imports modules
+        made = make()
+        taken = []
         for _ in range(REPEATED):
             begun = process_time()
             made = make()
@@ -450,7 +463,8 @@ def exchange(pipe: Connection, ranks: int) -> None:
         return made
 
     table, took = clock("hearing of all", lambda: hear(levels, group_sizes(ranks)))
-    stragglers, failures = Stragglers(warns=False), RewardFailures(config.reward)
+    stragglers = Stragglers(warns=False)
+    failures = RewardFailures(config.reward)
     asked = rng.integers(20, 400, ranks).astype(np.float64)
 
     def collect(*_: object) -> RolloutTable:
@@ -478,7 +492,8 @@ def exchange(pipe: Connection, ranks: int) -> None:
         wanted_rollouts(config.tracking, 2, 9, table, validation=False)
 
     clock("statistics", statistics)
-    memory, tokens = peak_memory(CPU) - before, 0
+    memory = peak_memory(CPU) - before
+    tokens = 0
     for each in shares.microbatches(0):
         mask = [np.arange(length) >= begin for length in lengths[each].tolist()]
         mine = [

@@ -40,14 +40,18 @@ from burnish.models.flops import Passed
 from burnish.models.meta_init import count_flops
 
 LR = 1e-5
-SHORTEST, LONGEST = 32, 1024
-EDGE, PRODUCTS = 2048, 8
+SHORTEST = 32
+LONGEST = 1024
+EDGE = 2048
+PRODUCTS = 8
 """Rows and columns of the matrix product that sets the limit, and the number of products that are timed together."""
 
 
 def write_world(directory: Path, size: str, lengths: Sequence[int], examples: int) -> RunConfig:
     """Write weights, tokenizer and texts of these lengths. Return our configuration with them."""
-    model, rows, shape = directory / "model", directory / "texts.jsonl", model_config(size)
+    model = directory / "model"
+    rows = directory / "texts.jsonl"
+    shape = model_config(size)
     torch.manual_seed(0)
     Qwen3ForCausalLM(Qwen3Config(**shape)).save_pretrained(model)
     write_tokenizer(model, shape["vocab_size"])
@@ -152,7 +156,8 @@ def plain_step(config: RunConfig, lengths: Sequence[int], *, compiled: bool) -> 
 
 
 def lengths(rounds: int, threads: int) -> list[Result]:
-    texts, examples = long_tail(64 * 2 * (rounds + 2)), 64
+    texts = long_tail(64 * 2 * (rounds + 2))
+    examples = 64
     with ExitStack() as stack:
         config = stack.enter_context(world("30m", texts, examples))
         common: dict[str, Any] = {"model": config.model.path, "texts": config.data.train[0]}
@@ -183,7 +188,8 @@ def lengths(rounds: int, threads: int) -> list[Result]:
                 f"  {side}: {1 / median(seconds[side]):.0f} tokens/s, {found:.2f}", file=sys.stderr
             )
         best = min(settings, key=lambda side: median(seconds[side]))
-        ours, peer = 1 / median(seconds["ours"]), 1 / median(seconds[best])
+        ours = 1 / median(seconds["ours"])
+        peer = 1 / median(seconds[best])
         found = ratio(seconds[best], seconds["ours"])
         results.append(Result(f"sft/lengths {name}", ours, peer, None, "tokens/s", found, goal))
     return results

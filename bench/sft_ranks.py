@@ -30,7 +30,9 @@ class Sft:
     """The parts of `burnish.methods.parts.offline_training`, and one step with them."""
 
     def __init__(self, config: RunConfig, layout: Layout, device: torch.device) -> None:
-        self._config, self._layout, self._device = config, layout, device
+        self._config = config
+        self._layout = layout
+        self._device = device
         foundation = lay_foundation(config, layout, device)
         self._flops = foundation.flops
         self._dataset = example_dataset(foundation, config.data.train, "data.train")

@@ -29,7 +29,9 @@ AHEAD = {0: "#1f77b4", 1: "#ff7f0e", 4: "#2ca02c"}
 """Settings of `rollout.ahead`, and their colours."""
 MOST_DELAY = 20
 """Most steps by which a curve is moved."""
-WIDTH, HEIGHT, MARGIN = 640, 360, 48
+WIDTH = 640
+HEIGHT = 360
+MARGIN = 48
 
 
 def curve(runs: Path, ahead: int, seed: int, steps: int, settings: list[str]) -> Curve:
@@ -61,7 +63,8 @@ def early(curves: Sequence[Curve], delay: int) -> list[Curve]:
 def picture(curves: dict[int, list[Curve]]) -> str:
     """Return the curves as an SVG."""
     steps = min(len(each) for group in curves.values() for each in group)
-    right, bottom = WIDTH - MARGIN, HEIGHT - MARGIN
+    right = WIDTH - MARGIN
+    bottom = HEIGHT - MARGIN
 
     def points(values: Curve) -> list[str]:
         return [
@@ -87,7 +90,8 @@ def picture(curves: dict[int, list[Curve]]) -> str:
     for number, (ahead, group) in enumerate(curves.items()):
         lines = np.array([smoothed(each[:steps]) for each in group])
         around = " ".join(points(lines.max(axis=0)) + points(lines.min(axis=0))[::-1])
-        middle, colour = " ".join(points(lines.mean(axis=0))), AHEAD[ahead]
+        middle = " ".join(points(lines.mean(axis=0)))
+        colour = AHEAD[ahead]
         y = MARGIN + 18 * number
         parts.append(
             f'<polygon points="{around}" fill="{colour}" opacity="0.2"/>'

@@ -48,7 +48,8 @@ def start(directory: Path) -> Start:
         text=True,
     )
     assert process.stdout is not None
-    said, first_line = [], None
+    said = []
+    first_line = None
     for line in process.stdout:
         said.append(line)
         first_line = first_line or time.perf_counter() - begun

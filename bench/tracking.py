@@ -43,9 +43,11 @@ from burnish.tracking.rundir import RunDirectory
 from burnish.tracking.trackers import BackgroundTracker
 
 DEMO = Path(__file__).parents[1] / "examples" / "demo"
-STEPS, GOAL = 10, 0.99
+STEPS = 10
+GOAL = 0.99
 """Steps of a side in a round; goal for the time without tracking over the time with it."""
-OBSERVERS, LEAST = "observers", 0.0002
+OBSERVERS = "observers"
+LEAST = 0.0002
 """Name of the training thread's time in observers; smallest difference that is shown, in seconds per step."""
 SILENT: dict[str, Any] = {"trackers": [], "rollouts_every": 0, "traces": {"local": False}}
 COLLECTOR = """
@@ -82,7 +84,8 @@ class Turns:
             "off": Observers(off, silent, **given),
         }
         self._name, self._left, self._began = "on", STEPS, self.clock()
-        self._called, self._used = 0.0, used_by_thread()
+        self._called = 0.0
+        self._used = used_by_thread()
 
     def _call(self, method: Callable[..., None], *given: Any) -> None:
         begun = time.thread_time()
@@ -103,7 +106,8 @@ class Turns:
             used = used_by_thread()
             more = {name: used[name] - self._used.get(name, 0.0) for name in used}
             self.threads[self._name].append(more | {OBSERVERS: self._called})
-            self._called, self._used = 0.0, used
+            self._called = 0.0
+            self._used = used
             self._name = "off" if self._name == "on" else "on"
             logging.getLogger("burnish").setLevel("DEBUG" if self._name == "on" else "INFO")
             self._left, self._began = STEPS, self.clock()
@@ -153,10 +157,12 @@ def services(directory: Path) -> Iterator[str]:
     store = ["--backend-store-uri", f"sqlite:///{directory}/mlflow.db", "--workers", "1"]
     store += ["--artifacts-destination", str(directory / "artifacts")]
     server = [sys.executable, "-m", "mlflow", "server", *store, "--port", port]
-    url, quiet = f"http://127.0.0.1:{port}", subprocess.DEVNULL
+    url = f"http://127.0.0.1:{port}"
+    quiet = subprocess.DEVNULL
     os.environ |= {"WANDB_MODE": "offline", "SWANLAB_MODE": "offline", "MLFLOW_TRACKING_URI": url}
     os.environ["TRACKIO_DIR"] = str(directory / "trackio")
-    program, pipe = [sys.executable, "-c", COLLECTOR], subprocess.PIPE
+    program = [sys.executable, "-c", COLLECTOR]
+    pipe = subprocess.PIPE
     with (
         subprocess.Popen(program, stdout=pipe, text=True) as collector,
         subprocess.Popen(server, cwd=directory, stdout=quiet, stderr=quiet) as mlflow,
@@ -218,7 +224,8 @@ def by_thread(found: Mapping[str, list[dict[str, float]]], step: float) -> list[
 def main() -> None:
     arguments = command_line(__doc__, rounds=5, clock="wall").parse_args()
     found: dict[str, list[float]] = {"on": [], "off": []}
-    Turns.clock, Turns.seconds = staticmethod(CLOCKS[arguments.clock]), found
+    Turns.clock = staticmethod(CLOCKS[arguments.clock])
+    Turns.seconds = found
     Turns.threads = {"on": [], "off": []}
     burnish.runs.run.Observers = Turns  # type: ignore[attr-defined, assignment]
     sys.path.insert(0, str(DEMO))
@@ -231,7 +238,8 @@ def main() -> None:
         write_data(Path("runs/demo"))
         steps = 2 * STEPS * (arguments.rounds + 1)
         run_method(METHODS["rl"], load_settings(settings_of(endpoint, steps), {}))
-    on, off = found["on"][1:], found["off"][1:]
+    on = found["on"][1:]
+    off = found["off"][1:]
     name = "tracking/a step of the demo with all trackers"
     result = Result(name, median(on), median(off), None, "s per step", ratio(off, on), GOAL)
     report([result, *by_thread(Turns.threads, median(off))], arguments.json)

@@ -32,7 +32,8 @@ class Lengths(LogitsProcessor):
     """Makes the end token the `wanted[i]`-th token of row i, and never an earlier one."""
 
     def __init__(self, prompt_length: int, wanted: torch.Tensor) -> None:
-        self._prompt_length, self._wanted = prompt_length, wanted
+        self._prompt_length = prompt_length
+        self._wanted = wanted
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         """See `LogitsProcessor`."""
@@ -60,7 +61,8 @@ class TakeTurns(TrainerCallback):
     """Begins a step when it gets a question, and answers when the step is done."""
 
     def __init__(self, model: GivenLengths, clock: Clock) -> None:
-        self._model, self._clock = model, clock
+        self._model = model
+        self._clock = clock
         self._start = 0.0
 
     def on_step_begin(self, *arguments: Any, **options: Any) -> None:

@@ -16,7 +16,8 @@ class TakeTurns(TrainerCallback):  # type: ignore[misc]  # transformers has no t
 
     def __init__(self, turns: Turns, examples: int) -> None:
         """`examples`: rows per step."""
-        self._turns, self._examples = turns, examples
+        self._turns = turns
+        self._examples = examples
         self._start = 0.0
         self._lengths: list[int] = []
 

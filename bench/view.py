@@ -29,7 +29,10 @@ from burnish.tracking.rollouts import rollouts_path
 from burnish.view.index import NEWEST_STEPS
 
 _TICKS = os.sysconf("SC_CLK_TCK")
-_STEPS, _PROMPTS, _SAMPLES, _TOKENS = 200, 125, 8, 500
+_STEPS = 200
+_PROMPTS = 125
+_SAMPLES = 8
+_TOKENS = 500
 _QUERIES: dict[str, dict[str, Any]] = {
     "page by reward": {"sort": "-reward"},
     "page of one source and a reward": {"source": "source-2", "min_reward": 1.05},
@@ -43,7 +46,8 @@ class Viewer:
 
     def __init__(self, process: subprocess.Popen[str], begun: float) -> None:
         assert process.stdout is not None
-        self.process, self.begun = process, begun
+        self.process = process
+        self.begun = begun
         self._port = urlsplit(process.stdout.readline().strip()).port or 0
 
     def get(self, path: str, **values: Any) -> Any:
@@ -118,23 +122,28 @@ def measured(root: Path, steps: int, rounds: int) -> list[Result]:
         with viewer(root) as found:
             found.get("runs")
             first("list of runs, from the command on", found, found.begun, 0.0)
-            begun, used = time.perf_counter(), found.used()
+            begun = time.perf_counter()
+            used = found.used()
             found.get("metrics", run="long", names="reward/mean,actor/entropy")
             first("curves of 3,000 steps", found, begun, used)
-            begun, used = time.perf_counter(), found.used()
+            begun = time.perf_counter()
+            used = found.used()
             found.get("rollouts", run=run)
             first("first page of rollouts, without an index", found, begun, used)
     with viewer(root) as found:
-        begun, used = time.perf_counter(), found.used()
+        begun = time.perf_counter()
+        used = found.used()
         while found.get("facets", run=run)["indexed"] < 1:
             time.sleep(1.0)
         first(f"index of {indexed:,} rollouts", found, begun, used)
         for _ in range(rounds):
             for name, values in _QUERIES.items():
-                begun, used = time.perf_counter(), found.used()
+                begun = time.perf_counter()
+                used = found.used()
                 found.get("rollouts", run=run, **values)
                 first(name, found, begun, used)
-        used, cursor = found.used(), ""
+        used = found.used()
+        cursor = ""
         while cursor is not None:
             cursor = found.get("rollouts", run=run, text="is nowhere", cursor=cursor)["next"]
         searched = rows / max(found.used() - used, 1 / _TICKS)

@@ -158,7 +158,8 @@ def config_at(place: str) -> tuple[RunConfig | Path | None, Path | None]:
 def _one_run() -> Iterator[None]:
     """Refuse a second run in this process, such as one of another thread."""
     if not _ONE_RUN.acquire(blocking=False):
-        problem, do = "this process has a run already", "wait until that run has ended"
+        problem = "this process has a run already"
+        do = "wait until that run has ended"
         raise UsageError(problem, want="one run at a time", do=do)
     try:
         _refuse_process_group()
@@ -175,7 +176,8 @@ def run_method(
     """Check a configuration, then run it. Return the numbers of a measurement."""
     die_with_agent(os.environ)
     place = place_of(os.environ)
-    layout, logs = place.layout, RunDirectory(config.directory).logs
+    layout = place.layout
+    logs = RunDirectory(config.directory).logs
     if method.trains and config.distributed.min_processes is not None:
         from burnish.launch.elastic import fitted_engine, planner_of
 

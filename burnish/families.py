@@ -190,7 +190,8 @@ class ModelSizes:
         """Read a config.json of any model type."""
         fields = text_config(config)
         family = family_of(str(fields.get("model_type")))
-        depth, hidden = _size(fields, "num_hidden_layers"), _size(fields, "hidden_size")
+        depth = _size(fields, "num_hidden_layers")
+        hidden = _size(fields, "hidden_size")
         heads = _size(fields, "num_attention_heads")
         mixtures = layers_with_experts(fields)
         experts = _size(fields, *EXPERT_COUNTS) if mixtures else 0
@@ -268,7 +269,8 @@ class ModelShape(ModelSizes):
     @property
     def parameters(self) -> tuple[tuple[str, tuple[int, ...]], ...]:
         """Name and shape of every parameter outside the layers."""
-        table, norm = (self.vocabulary, self.hidden), (self.hidden,)
+        table = (self.vocabulary, self.hidden)
+        norm = (self.hidden,)
         outside = (("model.embed_tokens.weight", table), ("model.norm.weight", norm))
         return outside if self.tied else (*outside, ("lm_head.weight", table))
 
@@ -332,7 +334,10 @@ def _size(fields: Mapping[str, Any], *names: str) -> int:
 
 
 def _layer(family: Family, sizes: ModelSizes, fields: Mapping[str, Any], index: int) -> LayerShape:
-    hidden, head_dim, query, key = sizes.hidden, sizes.head_dim, sizes.query, sizes.key
+    hidden = sizes.hidden
+    head_dim = sizes.head_dim
+    query = sizes.query
+    key = sizes.key
     attention_bias, mlp_bias = (
         name in family.optional_biases and bool(fields.get(name))
         for name in ("attention_bias", "mlp_bias")
@@ -349,7 +354,8 @@ def _layer(family: Family, sizes: ModelSizes, fields: Mapping[str, Any], index: 
         each_head = family.query_norms == "head"
         parameters["self_attn.q_norm.weight"] = (head_dim if each_head else query,)
         parameters["self_attn.k_norm.weight"] = (head_dim if each_head else key,)
-    experts = chosen = 0
+    experts = 0
+    chosen = 0
     if family.has_router and index in layers_with_experts(fields):
         experts = _positive(fields, *EXPERT_COUNTS)
         chosen = _positive(fields, "num_experts_per_tok")

@@ -64,7 +64,8 @@ def guarded(function: Callable[..., Any], name: str, setting: str, want: str) ->
         except (BurnishError, RuntimeError, OSError, MemoryError):
             raise
         except Exception as error:
-            have, do = failure(error), "correct the function"
+            have = failure(error)
+            do = "correct the function"
             raise UsageError(f"{setting}: {name} failed", have=have, want=want, do=do) from error
 
     return called
@@ -81,9 +82,11 @@ def failure(error: BaseException) -> str:
 
 def name_of(function: Callable[..., Any]) -> str:
     """Return `module:name` of a callable at the top level of a module or of the script. Raises `UsageError`."""
-    known, home = getattr(function, "__qualname__", repr(function)), function.__module__
+    known = getattr(function, "__qualname__", repr(function))
+    home = function.__module__
     for module in (sys.modules.get(str(home)), sys.modules["__main__"]):
-        spec, file = getattr(module, "__spec__", None), getattr(module, "__file__", None)
+        spec = getattr(module, "__spec__", None)
+        file = getattr(module, "__file__", None)
         place = spec.name if spec else file and os.path.relpath(file)
         for name, value in [*vars(module).items()] if place else ():
             if value is function:

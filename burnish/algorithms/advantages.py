@@ -49,7 +49,8 @@ def opo(scored: ScoredRollouts) -> Array:
     """A_i = r_i - Σ_j l_j r_j / Σ_j l_j over the group's lengths l (OPO, arXiv 2505.23585, equation 8)."""
     result = np.zeros_like(scored.rewards)
     for members in scored.members():
-        rewards, lengths = scored.rewards[members], scored.lengths[members]
+        rewards = scored.rewards[members]
+        lengths = scored.lengths[members]
         tokens = lengths.sum(axis=-1, keepdims=True)
         baselines = (rewards * lengths).sum(axis=-1, keepdims=True) / np.maximum(tokens, 1)
         result[members] = np.where(_all_equal(rewards) | (tokens == 0), 0.0, rewards - baselines)

@@ -49,9 +49,11 @@ def aggregation(kind: AggregationKind, micro: MicroBatch, max_response_length: i
     """
     lengths = loss_lengths(micro)
     if kind in ("token_mean", "token_sum"):
-        local_units, global_units = lengths.sum(), micro.num_tokens
+        local_units = lengths.sum()
+        global_units = micro.num_tokens
     else:
-        local_units, global_units = (lengths > 0).sum(), micro.num_sequences
+        local_units = (lengths > 0).sum()
+        global_units = micro.num_sequences
     if kind == "sequence_mean":
         per_sequence = 1.0 / lengths.clamp(min=1)
     else:

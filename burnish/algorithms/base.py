@@ -95,7 +95,8 @@ def load_advantage(formula: AdvantageConfig) -> Advantage | None:
 
     Raises `UsageError` if it does not exist or refuses its settings, or if a user's function fails on made-up rollouts.
     """
-    name, setting = formula.name, "algorithm.advantage"
+    name = formula.name
+    setting = "algorithm.advantage"
     if name in BY_TOKEN:
         return None
     function = with_settings(load_function(name, setting, ADVANTAGES), formula, setting)
@@ -103,7 +104,9 @@ def load_advantage(formula: AdvantageConfig) -> Advantage | None:
         return function
     want = "advantages of ScoredRollouts: [N] numbers, or N arrays with one per token"
     function = guarded(function, name, setting, want)
-    rewards, groups, lengths = [1.0, 0.0, 0.5, 0.25], [0, 0, 1, 1], [2, 3, 1, 2]
+    rewards = [1.0, 0.0, 0.5, 0.25]
+    groups = [0, 0, 1, 1]
+    lengths = [2, 3, 1, 2]
     made_up = ScoredRollouts(
         fixed(np.array(rewards)),
         fixed(np.array(groups)),
@@ -213,7 +216,8 @@ def selects_tokens(config: AlgorithmConfig) -> bool:
 
 def load_policy_loss(config: AlgorithmConfig) -> Callable[[Tensor, MicroBatch], TokenLosses]:
     """Return the loss that `algorithm.policy_loss` names. Raises `UsageError` as `load_advantage` does."""
-    formula, setting = config.policy_loss, "algorithm.policy_loss"
+    formula = config.policy_loss
+    setting = "algorithm.policy_loss"
     name = formula.name
     function = with_settings(load_function(name, setting, POLICY_LOSSES), formula, setting)
     want = "finite losses [T] with a gradient, of (logprobs [T], micro_batch, algorithm)"

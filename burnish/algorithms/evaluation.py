@@ -37,7 +37,8 @@ def evaluation_stats(
     if not scores:
         return Stats()
     kept = [number for number, group in enumerate(scores) if group]
-    scores, answers = [scores[i] for i in kept], [answers[i] for i in kept]
+    scores = [scores[i] for i in kept]
+    answers = [answers[i] for i in kept]
     prompts = len(scores)
     stats = Stats({f"mean@{n}": Mean(sum(sum(group) / len(group) for group in scores), prompts)})
     if n > 1:

@@ -31,7 +31,8 @@ def mismatch_stats(old_logprobs: Tensor, micro: MicroBatch) -> Stats:
     """
     if micro.sampled_logprobs is None:
         return Stats()
-    mask, sampled = micro.loss_mask, micro.sampled_logprobs
+    mask = micro.loss_mask
+    sampled = micro.sampled_logprobs
     estimates = kl_loss("k3", sampled, old_logprobs, mask)
     return Stats(
         mismatch_kl=Mean(estimates.sum(), mask.sum()),
@@ -65,7 +66,8 @@ def mismatch_weights(
         "sequence": to_tokens(means * loss_lengths(micro), micro),
         "geometric": to_tokens(means, micro),
     }
-    weights, count = torch.ones_like(ratios), micro.loss_mask.sum()
+    weights = torch.ones_like(ratios)
+    count = micro.loss_mask.sum()
     stats = Stats()
     if config.mismatch_cap is not None:
         ratio = by_level[config.mismatch_level].clamp(max=LOG_RATIO_BOUND).exp()
@@ -74,7 +76,8 @@ def mismatch_weights(
         stats |= {"mismatch_capped": Mean(capped.sum(), count)}
     if config.mismatch_reject != "none":
         measure = by_level[config.mismatch_reject]
-        low, high = math.log(config.mismatch_low), math.log(config.mismatch_high)
+        low = math.log(config.mismatch_low)
+        high = math.log(config.mismatch_high)
         rejected = ((measure < low) | (measure > high)) & micro.loss_mask
         weights = torch.where(rejected, 0.0, weights)
         stats |= {"mismatch_rejected": Mean(rejected.sum(), count)}

@@ -89,7 +89,8 @@ def _misfit(
 ) -> UsageError:
     """Return the error for one fault that pydantic found, with the class in the user's file and its field."""
     field = ".".join(map(str, found["loc"]))
-    key, home = f"{setting}.{field}", formula.name.rpartition(":")[0]
+    key = f"{setting}.{field}"
+    home = formula.name.rpartition(":")[0]
     named = f"{section.__name__}.{field} of {home}"
     have = f"{key}: {shortened(found['input'])}"
     if found["type"] == "extra_forbidden":

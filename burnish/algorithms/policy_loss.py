@@ -108,7 +108,8 @@ def dppo_kl(logprobs: Tensor, micro: MicroBatch, config: AlgorithmConfig) -> Tok
 
     D_t = p log(p/q) + (1 - p) log((1 - p)/(1 - q)), p = π_old(y_t), q = π(y_t).
     """
-    old, new = _safe(old_logprobs(logprobs, micro), micro), _safe(logprobs.detach(), micro)
+    old = _safe(old_logprobs(logprobs, micro), micro)
+    new = _safe(logprobs.detach(), micro)
     p = old.exp()
     rest, rest_old = ((-torch.expm1(each)).clamp(min=1e-8) for each in (new, old))
     divergence = p * (old - new) + (1 - p) * (rest_old.log() - rest.log())
@@ -119,7 +120,8 @@ def clip_cov(
     logprobs: Tensor, micro: MicroBatch, config: AlgorithmConfig, settings: ClipCovSettings
 ) -> TokenLosses:
     """PPO's loss, 0 at `MicroBatch.selected` (Clip-Cov, arXiv 2505.22617, equation 12)."""
-    tokens, held = ppo(logprobs, micro, config, settings), micro.given("selected")
+    tokens = ppo(logprobs, micro, config, settings)
+    held = micro.given("selected")
     loss = torch.where(held, 0.0, tokens.loss)
     return replace(
         tokens, loss=loss, clipped=held if tokens.clipped is None else tokens.clipped | held

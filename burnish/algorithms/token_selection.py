@@ -44,7 +44,8 @@ def select_tokens(
         place = math.ceil((count - 1) * (1 - config.top_entropy))
         keys = _sortable(entropies)
         return keys >= _largest(keys, count - place, layout)[0]
-    own, credit = logprobs.astype(np.float64), advantages.astype(np.float64)
+    own = logprobs.astype(np.float64)
+    credit = advantages.astype(np.float64)
     numbers, starts, which = np.unique(sequences, return_index=True, return_inverse=True)
     sums = [np.bincount(which, each, len(numbers)) for each in (np.ones(len(own)), own, credit)]
     tokens, own_sum, credit_sum = gather_rows(numbers, np.stack(sums, axis=1), layout)[1].sum(0)
@@ -87,7 +88,8 @@ def _choose(keys: _Keys, count: int, sequences: _Integers, layout: Layout) -> _C
 
 def _largest(keys: _Keys, count: int, layout: Layout) -> tuple[int, int]:
     """Return the `count`-th largest key of all ranks, and how many equal keys to choose."""
-    found, left = 0, count
+    found = 0
+    left = count
     for shift in (24, 16, 8, 0):  # count the next 8 bits of keys that begin with `found`
         equal = keys[keys >> np.uint64(shift + 8) == found]
         digits = (equal >> np.uint64(shift)).astype(np.int64) & 255

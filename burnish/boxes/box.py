@@ -48,7 +48,8 @@ def whole(shape: tuple[int, ...]) -> Box:
 
 def intersect(a: Box, b: Box) -> Box | None:
     """Return the box of common elements, or None."""
-    starts, sizes = [], []
+    starts = []
+    sizes = []
     for ao, asz, bo, bsz in zip(a.offsets, a.sizes, b.offsets, b.sizes, strict=True):
         start = max(ao, bo)
         size = min(ao + asz, bo + bsz) - start
@@ -65,13 +66,15 @@ def subtract(a: Box, b: Box) -> list[Box]:
     if common is None:
         return [a] if a.elements else []
     rest: list[Box] = []
-    offsets, sizes = list(a.offsets), list(a.sizes)
+    offsets = list(a.offsets)
+    sizes = list(a.sizes)
     for dim, (start, size) in enumerate(zip(common.offsets, common.sizes, strict=True)):
         before = start - offsets[dim]
         after = offsets[dim] + sizes[dim] - (start + size)
         for first, extent in ((offsets[dim], before), (start + size, after)):
             if extent:
-                part_offsets, part_sizes = list(offsets), list(sizes)
+                part_offsets = list(offsets)
+                part_sizes = list(sizes)
                 part_offsets[dim], part_sizes[dim] = first, extent
                 rest.append(Box(tuple(part_offsets), tuple(part_sizes)))
         offsets[dim], sizes[dim] = start, size

@@ -68,7 +68,8 @@ class Gather:
         Raises as `burnish.boxes.plan.plan` does.
         """
         have = list(have)
-        self._have, self._layout = pieces_of(have), layout
+        self._have = pieces_of(have)
+        self._layout = layout
         device = accelerator_of(have)
         self._device = meeting_place(gather_objects(device, layout), device)
         self._machines = layout.machines if self._device.type == "cpu" else ()
@@ -103,7 +104,9 @@ class Gather:
     @torch.no_grad()
     def _messages(self, have: Sequence[Shard], parts: Sequence[_Part], sizes: Ints) -> Tensor:
         """Return a wave's messages [ranks, bytes]; `sizes` are their lengths."""
-        rank, world, longest = self._layout.rank, self._layout.world, int(sizes.max())
+        rank = self._layout.rank
+        world = self._layout.world
+        longest = int(sizes.max())
         own = int(self._rows[rank])
         sent = torch.empty(world, longest, dtype=torch.uint8, device=self._device)
         for part in parts:
@@ -160,14 +163,18 @@ def waves_of(
 
     `alike` has per wanted tensor the first tensor cut alike, `own` this rank's pieces. `tables` has all ranks' pieces of the first ones.
     """
-    tensors, world, first = TensorIndex(), len(tables), sorted({*alike})
+    tensors = TensorIndex()
+    world = len(tables)
+    first = sorted({*alike})
     whole_tensors = PieceTable.of((want[n], whole(want[n].shape)) for n in first)
     held, wanted = tensors.merge(tables, [whole_tensors])
     cover = Coverage.of(held, wanted, tensors)
     rows = {number: row for row, number in enumerate(first)}
     places = [place for number in first for place in range(len(own[number]))]
     by_turn: dict[int, list[list[_Part]]] = {}
-    waves, upto, turns = list[tuple[int, list[_Part]]](), 0, cover.turns
+    waves = list[tuple[int, list[_Part]]]()
+    upto = 0
+    turns = cover.turns
     for number, spec in enumerate(want):
         turn = number % turns
         if turn not in by_turn:
@@ -192,10 +199,13 @@ def _runs(
     if not everywhere.all():
         moves, everywhere = cut(moves, everywhere, wave_bytes)
     found: list[list[_Part]] = [[] for _ in range(rows)]
-    begins, boxes = np.flatnonzero(~_continues(moves, everywhere)).tolist(), moves.boxes
+    begins = np.flatnonzero(~_continues(moves, everywhere)).tolist()
+    boxes = moves.boxes
     for first, stop in pairwise([*begins, len(moves)]):
-        number, source = boxes.tensor[first], int(moves.source[first])
-        name, shape = moves.tensors.names[number], moves.tensors.shapes[number]
+        number = boxes.tensor[first]
+        source = int(moves.source[first])
+        name = moves.tensors.names[number]
+        shape = moves.tensors.shapes[number]
         spec = TensorSpec(name, shape, moves.tensors.dtypes[moves.dtype[first]])
         ranks = range(0) if everywhere[first] else range(source, source + stop - first)
         has = everywhere[first] or rank in ranks
@@ -206,7 +216,8 @@ def _runs(
 
 def _by_wave(part: _Part, upto: int, wave_bytes: int) -> Iterator[tuple[int, _Part]]:
     """Cut a part where waves end. A rank's elements belong to the wave in which they end."""
-    first, size = 0, part.bytes
+    first = 0
+    size = part.bytes
     if not part.ranks:
         yield max(upto - 1, 0) // wave_bytes, part
     while first < len(part.ranks):
@@ -217,7 +228,8 @@ def _by_wave(part: _Part, upto: int, wave_bytes: int) -> Iterator[tuple[int, _Pa
 
 
 def _with_offsets(parts: Sequence[_Part], world: int) -> tuple[list[_Part], Ints]:
-    ends, found = np.zeros(world, np.int64), list[_Part]()
+    ends = np.zeros(world, np.int64)
+    found = list[_Part]()
     for part in parts:
         rows = slice(part.ranks.start, part.ranks.stop)
         start = int(ends[rows].max(initial=0))
@@ -228,7 +240,8 @@ def _with_offsets(parts: Sequence[_Part], world: int) -> tuple[list[_Part], Ints
 
 def _continues(moves: Moves, everywhere: Ints) -> NDArray[np.bool_]:
     """Mark moves that continue the move before: next rank, next rows."""
-    found, boxes = np.zeros(len(moves), bool), moves.boxes
+    found = np.zeros(len(moves), bool)
+    boxes = moves.boxes
     row = boxes.offsets.copy()
     row[:, 0] -= boxes.sizes[:, 0]
     found[1:] = (row[1:, 0] == boxes.offsets[:-1, 0]) & (np.diff(moves.source) == 1)

@@ -77,7 +77,8 @@ def alike_tensors(
 
 def gather_pieces(mine: PieceTable, layout: Layout) -> list[PieceTable]:
     """Return every rank's table. Collective."""
-    tensors, held = gather_tensors(mine, layout), np.flatnonzero(mine.boxes.elements)
+    tensors = gather_tensors(mine, layout)
+    held = np.flatnonzero(mine.boxes.elements)
     rows = gather_objects((mine.boxes.take(held), mine.index[held]), layout)
     return [PieceTable(named, *each) for named, each in zip(tensors, rows, strict=True)]
 
@@ -93,7 +94,8 @@ def gather_some(
 
     Ranks along the first `dims` of the grid exchange all pieces, along others only wanted ones.
     """
-    inner, outer = layout.groups[:dims], layout.groups[dims:]
+    inner = layout.groups[:dims]
+    outer = layout.groups[dims:]
     near = gather_within((mine.boxes, mine.index), inner)
     first = layout.rank // len(near) * len(near)
     values = list[tuple[BoxTable, Ints]]()
@@ -152,7 +154,8 @@ class TensorIndex:
 
     def add(self, tensors: Sequence[TensorSpec], where: str) -> tuple[Ints, Ints]:
         """Return the numbers of tensors and of their dtypes. Raises `IncompatibleError`, naming `where`, for another shape."""
-        numbers, kinds = [], []
+        numbers = []
+        kinds = []
         for name, shape, dtype in tensors:
             number = self._numbers.setdefault(name, len(self.names))
             if number == len(self.names):
@@ -186,7 +189,8 @@ def _merged(
     dims: int,
 ) -> Pieces:
     """Merge tables by rank; handle consecutive ranks with the same tensors at once."""
-    found, rank = list[Pieces](), 0
+    found = list[Pieces]()
+    rank = 0
     for named, alike in groupby(tables, lambda table: (table.tensors, table.boxes.dims)):
         run = list(alike)
         rows = np.array([len(table.boxes) for table in run])
@@ -195,7 +199,8 @@ def _merged(
         boxes = boxes.take(kept)
         tensor, kind = numbers[named[0]]
         more = ((0, 0), (0, dims - boxes.dims))
-        offsets, sizes = np.pad(boxes.offsets, more), np.pad(boxes.sizes, more, constant_values=1)
+        offsets = np.pad(boxes.offsets, more)
+        sizes = np.pad(boxes.sizes, more, constant_values=1)
         widened = BoxTable(tensor[boxes.tensor], offsets, sizes)
         ranks = np.repeat(np.arange(rank, rank + len(run)), rows)[kept]
         index = np.concatenate([table.index for table in run])[kept]

@@ -213,7 +213,8 @@ def _distinct(held: Pieces) -> tuple[BoxTable, Pieces, Ints]:
 def _disjoint(held: Pieces, overlapping: Ints, tensors: TensorIndex) -> Pieces:
     """Cut `overlapping` tensors' pieces until any two are equal or disjoint."""
     mixed = np.isin(held.boxes.tensor, overlapping)
-    rows, boxes = [], []
+    rows = []
+    boxes = []
     for tensor in overlapping.tolist():
         dims = len(tensors.shapes[tensor])
         parts: list[tuple[Box, list[int]]] = []
@@ -243,7 +244,8 @@ def _split(parts: list[tuple[Box, list[int]]], box: Box, row: int) -> list[tuple
 
 def _no_holder(wanted: BoxTable, row: int, found: BoxTable, tensors: TensorIndex) -> MissingError:
     tensor = int(wanted.tensor[row])
-    name, shape = tensors.names[tensor], tensors.shapes[tensor]
+    name = tensors.names[tensor]
+    shape = tensors.shapes[tensor]
     want = wanted.box(row, len(shape))
     left = [want]
     for part in range(len(found)):

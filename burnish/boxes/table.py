@@ -94,7 +94,8 @@ class BoxTable(Columns):
 
     def box(self, row: int, dims: int) -> Box:
         """Return a row's box, in a tensor with `dims` dims."""
-        offsets, sizes = self.offsets[row, :dims].tolist(), self.sizes[row, :dims].tolist()
+        offsets = self.offsets[row, :dims].tolist()
+        sizes = self.sizes[row, :dims].tolist()
         return Box(tuple(offsets), tuple(sizes))
 
 
@@ -121,12 +122,14 @@ class BoxIndex:
         starts = range(0, max(len(others), 1), _ROWS_AT_ONCE)
         found = [self._meeting(others.take(slice(at, at + _ROWS_AT_ONCE))) for at in starts]
         theirs = [rows + at for at, (rows, _, _) in zip(starts, found, strict=True)]
-        mine, boxes = [rows for _, rows, _ in found], [each for _, _, each in found]
+        mine = [rows for _, rows, _ in found]
+        boxes = [each for _, _, each in found]
         return np.concatenate(theirs), np.concatenate(mine), BoxTable.concatenate(boxes)
 
     def _meeting(self, others: BoxTable) -> tuple[Ints, Ints, BoxTable]:
         theirs, mine = self._candidates(others)
-        a, b = others.take(theirs), self._boxes.take(mine)
+        a = others.take(theirs)
+        b = self._boxes.take(mine)
         starts = np.maximum(a.offsets, b.offsets)
         sizes = np.minimum(a.offsets + a.sizes, b.offsets + b.sizes) - starts
         meet = np.flatnonzero((sizes > 0).all(axis=1))
@@ -152,12 +155,14 @@ class BoxIndex:
 
 def _most_cut_dims(boxes: BoxTable) -> Ints:
     tensors = int(boxes.tensor.max(initial=-1)) + 1
-    most, dims = np.zeros(tensors, np.int64), np.zeros(tensors, np.int64)
+    most = np.zeros(tensors, np.int64)
+    dims = np.zeros(tensors, np.int64)
     for dim in range(boxes.dims):
         if not boxes.offsets[:, dim].any():
             continue
         order = np.lexsort((boxes.offsets[:, dim], boxes.tensor))
-        tensor, offset = boxes.tensor[order], boxes.offsets[order, dim]
+        tensor = boxes.tensor[order]
+        offset = boxes.offsets[order, dim]
         fresh = np.ones(len(order), bool)
         fresh[1:] = (tensor[1:] != tensor[:-1]) | (offset[1:] != offset[:-1])
         different = np.bincount(tensor[fresh], minlength=tensors)
@@ -175,7 +180,8 @@ def ranges(starts: Ints, counts: Ints) -> Ints:
 def flat_ranges(shapes: Ints, starts: Ints, stops: Ints) -> tuple[Ints, Ints, Ints]:
     """Turn flat ranges of `shapes` `[rows, dims]` into contiguous boxes, at most 2 per dim: rows, offsets, sizes."""
     rows = np.flatnonzero(starts < stops)
-    starts, stops = starts[rows], stops[rows]
+    starts = starts[rows]
+    stops = stops[rows]
     offsets = np.zeros((len(rows), shapes.shape[1]), np.int64)
     found: list[tuple[Ints, Ints, Ints]] = []
     for dim in range(shapes.shape[1]):
@@ -192,13 +198,15 @@ def flat_ranges(shapes: Ints, starts: Ints, stops: Ints) -> tuple[Ints, Ints, In
         box_sizes[:, dim] = (last - body)[full]
         box_sizes[:, dim + 1 :] = shapes[rows[full], dim + 1 :]
         found.append((rows[full], box_offsets, box_sizes))
-        begins, ends = ~within & (head > 0), ~within & (tail > 0)
+        begins = ~within & (head > 0)
+        ends = ~within & (tail > 0)
         kept = [np.flatnonzero(mask) for mask in (within, begins, ends)]
         index = np.concatenate([first[kept[0]], first[kept[1]], last[kept[2]]])
         starts = np.concatenate([head[kept[0]], head[kept[1]], np.zeros_like(kept[2])])
         stops = np.concatenate([tail[kept[0]], inner[kept[1]], tail[kept[2]]])
         rest = np.concatenate(kept)
-        rows, offsets = rows[rest], offsets[rest]
+        rows = rows[rest]
+        offsets = offsets[rest]
         offsets[:, dim] = index
     row, box_offsets, box_sizes = (np.concatenate(parts) for parts in zip(*found, strict=True))
     return row, box_offsets, box_sizes

@@ -137,7 +137,8 @@ class TensorReader(Closing, ABC):
 
     def read(self, key: str, box: Box, into: Tensor) -> None:
         """Write a box into memory of its shape, with any dtype, strides and device. Raises `CorruptError`."""
-        sources, shape = self._sources(key, into.dtype), self.locations[key].entry.shape
+        sources = self._sources(key, into.dtype)
+        shape = self.locations[key].entry.shape
         if not box.fits(shape):
             raise ValueError(f"{box} does not lie inside a tensor of shape {shape}")
         into = into.detach()
@@ -164,7 +165,8 @@ class TensorReader(Closing, ABC):
 
     def same(self, key: str, other: str) -> bool:
         """Return whether two tensors have the same shape and numbers, in any dtypes. Stops at the first difference."""
-        one, two = self.tensors[key], self.tensors[other]
+        one = self.tensors[key]
+        two = self.tensors[other]
         if one.shape != two.shape:
             return False
         for start, stop in chunks(one.elements, _BUFFER_BYTES):
@@ -339,7 +341,10 @@ def _dense_boxes(shape: tuple[int, ...], box: Box, apart: int) -> Iterator[Box]:
     """Split a box until neighbours in C order are less than `apart` elements apart."""
     if not box.elements:
         return
-    cut, stride, extent = -1, 1, 1  # dims up to `cut` are split; `extent` is the later dims' span
+    # dims up to `cut` are split; `extent` is the later dims' span
+    cut = -1
+    stride = 1
+    extent = 1
     for dim in reversed(range(len(shape))):
         if box.sizes[dim] > 1 and stride - extent >= max(apart, 1):
             cut = dim

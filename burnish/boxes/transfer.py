@@ -40,17 +40,20 @@ class Exchange:
 
         `read` writes an outgoing move's elements into memory. `write` gets an incoming move's, which are valid until it returns.
         """
-        rank, world = self._layout.rank, self._layout.world
+        rank = self._layout.rank
+        world = self._layout.world
         outgoing = sorted((m for m in wave if m.source == rank), key=lambda m: m.target)
         incoming = sorted((m for m in wave if m.target == rank), key=lambda m: m.source)
-        send_sizes, receive_sizes = [0] * world, [0] * world
+        send_sizes = [0] * world
+        receive_sizes = [0] * world
         for move in outgoing:
             send_sizes[move.target] += _aligned(move.bytes)
         for move in incoming:
             receive_sizes[move.source] += _aligned(move.bytes)
         outgoing_bytes = sum(send_sizes)
         buffer = self._resized(outgoing_bytes + sum(receive_sizes))
-        out, into = buffer[:outgoing_bytes], buffer[outgoing_bytes:]
+        out = buffer[:outgoing_bytes]
+        into = buffer[outgoing_bytes:]
         for move, part in _parts(outgoing, out):
             read(move, part)
         dist.all_to_all_single(into, out, receive_sizes, send_sizes)
@@ -87,7 +90,8 @@ class Transfer:
         wave_bytes: int = WAVE_BYTES,
     ) -> None:
         have = list(have)
-        self._have, self._want = pieces_of(have), pieces_of(want)
+        self._have = pieces_of(have)
+        self._want = pieces_of(want)
         device = accelerator_of(have)
         devices = gather_objects(device, layout)
         tables = [gather_pieces(PieceTable.of(side), layout) for side in (self._have, self._want)]
@@ -100,7 +104,8 @@ class Transfer:
 
         Raises `ValueError` for unplanned shards.
         """
-        have, want = list(have), list(want)
+        have = list(have)
+        want = list(want)
         if pieces_of(have) != self._have or pieces_of(want) != self._want:
             raise ValueError("the shards are not those that the transfer was planned for")
 

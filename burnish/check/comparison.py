@@ -35,9 +35,12 @@ from burnish.tracking.stats import Stats
 
 TOLERANCE = 1e-4
 """Most relative difference (2-norm) by another order of fp32 sums."""
-_LR, _TEMPERATURE, _SEED = 1e-3, 0.8, 5
+_LR = 1e-3
+_TEMPERATURE = 0.8
+_SEED = 5
 """Of the step, of the outputs, and of the weights."""
-_OF_ENTROPY, _OF_COLUMNS = 0.3, 0.01
+_OF_ENTROPY = 0.3
+_OF_COLUMNS = 0.01
 """How much entropies count in the loss, and the per-token columns of a batch."""
 _LEAST = 1e-2
 """Least norm that a gradient's error is divided by, relative to all gradients' norm: some gradients are 0 but for rounding."""
@@ -45,7 +48,9 @@ _LEAST_LOSS = 0.1
 """Least loss that its error is divided by: values of both signs may cancel out."""
 _SPREAD = 0.2
 """Standard deviation of random biases, and of a norm's weights around 1."""
-_ENTROPIES, _BALANCE, _COPIES = "entropies", "load-balancing loss", "copies"
+_ENTROPIES = "entropies"
+_BALANCE = "load-balancing loss"
+_COPIES = "copies"
 _OF_PARAMETERS = ("gradient of ", "weight ")
 
 COLUMNS = (
@@ -120,7 +125,8 @@ class RandomWeights:
     def fill(self, shards: Iterable[Shard]) -> None:
         """See `ShardSource.fill`. Integer tensors count up."""
         for shard in shards:
-            name, shape = shard.spec.name, shard.spec.shape
+            name = shard.spec.name
+            shape = shard.spec.shape
             generator = torch.Generator().manual_seed(derive_seed(_SEED, "check", name))
             drawn = torch.randn(shape, generator=generator)
             if not shard.tensor.is_floating_point():
@@ -251,7 +257,8 @@ def plain_step(given: Material, dtype: torch.dtype = torch.float32) -> BatchOutc
     value, _ = weighted_output(joined, micro)
     balance = torch.zeros(())
     if weight:
-        text, logits = model.config.get_text_config(), tuple(map(torch.cat, routed))
+        text = model.config.get_text_config()
+        logits = tuple(map(torch.cat, routed))
         balance = load_balancing_loss_func(logits, text.num_experts, text.num_experts_per_tok)
     value = value + weight * balance
     value.backward()  # type: ignore[no-untyped-call]
@@ -303,7 +310,8 @@ def recording(model: nn.Module) -> Iterator[dict[str, list[Tensor]]]:
 def eager_model(given: Material) -> PreTrainedModel:
     """Return transformers' eager model on the CPU, with random weights."""
     config = copy.deepcopy(given.hf_config)
-    config._attn_implementation = config._experts_implementation = "eager"
+    config._attn_implementation = "eager"
+    config._experts_implementation = "eager"
     model = plain_model(config).eval()
     RandomWeights().fill(model_shards(model))
     return model
@@ -339,7 +347,8 @@ def packed_step(given: Material, budget: int, device: torch.device) -> BatchOutc
     for parameter in model.parameters():
         parameter.data = parameter.data.to(compute_dtype(given.engine))
     keep_activations(model, given.engine)
-    scorer, batch = Scorer(model).train(), given.batch(Layout(), budget)
+    scorer = Scorer(model).train()
+    batch = given.batch(Layout(), budget)
     outputs: dict[str, Tensor] = {}
     entropies: dict[str, Tensor] = {}
     modules: dict[str, dict[str, Tensor]] = {}
@@ -371,7 +380,8 @@ def compare(found: BatchOutcome, wanted: BatchOutcome, given: Material) -> list[
     Gradients are compared before clipping, which spreads mistakes. Weights are compared with AdamW's first step from the
     engine's own clipped gradients, because the sign of a gradient near 0 decides a whole step.
     """
-    clip, optim = given.engine.max_grad_norm, given.optim
+    clip = given.engine.max_grad_norm
+    optim = given.optim
     clipped_by = min(1.0, clip / (found.norm + 1e-6)) if math.isfinite(found.norm) else 1.0
     numbers = [
         ("loss", found.loss, wanted.loss, _LEAST_LOSS),
@@ -423,9 +433,11 @@ def require_equal(differences: Sequence[Difference], layout: Layout) -> None:
     """Raise `BurnishError` naming the first difference and the first of a parameter."""
     wrong = [each for each in differences if not each.error <= TOLERANCE]
     if wrong:
-        first, of_parameters = wrong[0], [d for d in wrong if d.what.startswith(_OF_PARAMETERS)]
+        first = wrong[0]
+        of_parameters = [d for d in wrong if d.what.startswith(_OF_PARAMETERS)]
         named = of_parameters[0] if of_parameters else first
-        differs, apart = f"{first.what} differs", f"a relative difference of {first.error:.1e}"
+        differs = f"{first.what} differs"
+        apart = f"a relative difference of {first.error:.1e}"
         if named is not first:
             differs += f", and of the parameters first the {named.what}"
             apart = f"relative differences of {first.error:.1e} and {named.error:.1e}"

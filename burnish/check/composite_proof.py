@@ -16,7 +16,10 @@ from burnish.models.composite import class_of, module_like
 from burnish.models.language_model import Composite
 from burnish.models.meta_init import plain_model
 
-_VOCABULARY, _TOKENS, _SEED, _TOLERANCE = 64, 24, 5, 1e-4
+_VOCABULARY = 64
+_TOKENS = 24
+_SEED = 5
+_TOLERANCE = 1e-4
 _PLACEHOLDERS = ("_token_id", "_token_index")
 
 _log = logging.getLogger("burnish")

@@ -58,7 +58,11 @@ from burnish.records import Example, Request, TokenIds
 from burnish.rollout.base import Sampling
 
 # The small model's vocabulary; tokens of a prompt, of the longest sequence, of a micro-batch; the seed of tokens.
-_VOCABULARY, _PROMPT, _LONGEST, _BUDGET, _SEED = 64, 20, 300, 310, 5
+_VOCABULARY = 64
+_PROMPT = 20
+_LONGEST = 300
+_BUDGET = 310
+_SEED = 5
 # The longest sequence of layers with state, whose plain code takes time with its square.
 _LONGEST_OF_STATES = 140
 # A long prompt whose completion passes a multiple of 128 positions.
@@ -317,7 +321,8 @@ def _require_rounding(given: Material, exact: BatchOutcome, device: torch.device
 def _refusal(given: Material, wrong: Difference, module: str, how: str) -> IncompatibleError:
     kind = given.hf_config.get_text_config().model_type
     recomputed = given.engine.activation_checkpointing
-    do, adapted = _remedy(given.lora), "" if given.lora is None else _ADAPTED
+    do = _remedy(given.lora)
+    adapted = "" if given.lora is None else _ADAPTED
     if recomputed != "none":
         how += f" with engine.activation_checkpointing={recomputed}"
         do = f"set engine.activation_checkpointing=none, or {do}"

@@ -32,7 +32,8 @@ from burnish.models.names import model_shards
 from burnish.records import Example
 
 # Tokens of the sequence, and its seed.
-_TOKENS, _SEED = 32, 7
+_TOKENS = 32
+_SEED = 7
 # Most parameters of a model that is held twice, in 4 bytes each. 135 million take 2 seconds of one processor.
 _MOST_PARAMETERS = 700_000_000
 # Most relative difference. In bf16 a token may go to other experts. Without its head, a model differs by half.
@@ -127,7 +128,8 @@ def _plain(hf_config: PretrainedConfig, directory: Path) -> PreTrainedModel:
     given: dict[str, Any] = {"trust_remote_code": has_own_code(hf_config), "local_files_only": True}
     config = AutoConfig.from_pretrained(directory, **given)
     for each in (config, config.get_text_config()):
-        each._attn_implementation = each._experts_implementation = "eager"
+        each._attn_implementation = "eager"
+        each._experts_implementation = "eager"
     kind: Any = AutoModelForCausalLM
     if has_value_head(config):
         from burnish.models.value_head import value_class
@@ -164,10 +166,8 @@ def _first_tensor(engine: Engine, plain: PreTrainedModel, part: Part) -> str:
 @contextmanager
 def _quiet() -> Iterator[None]:
     """Hide transformers' bars and advice, which speak of a model that is not trained."""
-    level, bars = (
-        transformers_logging.get_verbosity(),
-        transformers_logging.is_progress_bar_enabled(),
-    )
+    level = transformers_logging.get_verbosity()
+    bars = transformers_logging.is_progress_bar_enabled()
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     try:

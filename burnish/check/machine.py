@@ -36,8 +36,10 @@ from burnish.files.remote import Remote
 from burnish.files.urls import is_url
 
 _PACKAGES = ("torch", "transformers", "numpy", "safetensors")
-_LEAST_DESCRIPTORS, _LEAST_SHARED_MEMORY = 16384, 1 << 30
-_PROBE_BYTES, _LEAST_DISK_SPEED = 64 << 20, 100e6
+_LEAST_DESCRIPTORS = 16384
+_LEAST_SHARED_MEMORY = 1 << 30
+_PROBE_BYTES = 64 << 20
+_LEAST_DISK_SPEED = 100e6
 _LONGEST_SYNC_SECONDS = 0.1
 _TIMEOUT_SECONDS = 5.0
 # Share of a device's memory that other processes may use without a warning.
@@ -131,7 +133,8 @@ def _devices() -> Iterator[Finding]:
         return
     for index in range(torch.accelerator.device_count()):
         device = torch.device(accelerator.type, index)
-        total, free = total_memory(device), free_memory(device)
+        total = total_memory(device)
+        free = free_memory(device)
         numa = _numa_node(device)
         where = "" if numa is None else f", NUMA node {numa}"
         yield Finding(
@@ -274,8 +277,10 @@ def _disk(place: Path) -> Finding:
 
 
 def _object_store(url: str) -> Finding:
-    name, said = f".burnish-doctor-{secrets.token_hex(4)}", secrets.token_bytes(64)
-    part, begin = f"store {url}", time.perf_counter()
+    name = f".burnish-doctor-{secrets.token_hex(4)}"
+    said = secrets.token_bytes(64)
+    part = f"store {url}"
+    begin = time.perf_counter()
     try:
         remote = Remote(url)
         remote.put(name, said)

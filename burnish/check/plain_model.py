@@ -25,7 +25,8 @@ class Difference:
 
 def plain_outputs(model: PreTrainedModel, example: Example, temperature: float) -> TokenOutputs:
     """Return a sequence's log-probs and entropies [T], or values; 0 for untrained tokens."""
-    ids, mask = torch.from_numpy(example.token_ids), torch.from_numpy(example.loss_mask)
+    ids = torch.from_numpy(example.token_ids)
+    mask = torch.from_numpy(example.loss_mask)
     zero = torch.zeros(1)
     # A sequence classifier's own forward pass returns only the last token's value.
     if has_value_head(model.config):

@@ -17,11 +17,15 @@ from burnish.models.meta_init import build_on_meta, model_sizes
 
 # Most relative difference of attention.
 _BOUNDS = {torch.float32: 1e-4, torch.bfloat16: 0.03}
-_KEY_HEADS, _WINDOW, _SEED = 3, 60, 5
+_KEY_HEADS = 3
+_WINDOW = 60
+_SEED = 5
 _LENGTHS = (5, 64, 1, 130)
 # A model's error in bf16 may be so many times that of transformers, and so much more.
-_TIMES, _MORE = 2.0, 0.01
-_GRADIENT_TIMES, _GRADIENT_MORE = 3.0, 0.05
+_TIMES = 2.0
+_MORE = 0.01
+_GRADIENT_TIMES = 3.0
+_GRADIENT_MORE = 0.05
 
 
 def require_attention(
@@ -31,7 +35,8 @@ def require_attention(
 
     `small` is the small model's configuration. Raises `IncompatibleError`.
     """
-    sizes, text = model_sizes(hf_config), hf_config.get_text_config()
+    sizes = model_sizes(hf_config)
+    text = hf_config.get_text_config()
     if not (sizes.head_dim and sizes.key_heads) or getattr(text, "qk_rope_head_dim", None):
         return  # latent attention, whose queries and values differ in width, has no kernel
     key_heads = min(sizes.key_heads, _KEY_HEADS)

@@ -21,12 +21,21 @@ from burnish.families import layers_with_experts
 from burnish.models.meta_init import plain_model
 
 # Least number of layers; layers of each kind, if there are few kinds; most layers of so many of each.
-_LAYERS, _ALIKE, _MANY_LAYERS = 4, 3, 12
-_HEAD_DIM, _WIDE_HEAD_DIM, _KEY_HEADS, _WINDOW = 16, 24, 3, 16
+_LAYERS = 4
+_ALIKE = 3
+_MANY_LAYERS = 12
+_HEAD_DIM = 16
+_WIDE_HEAD_DIM = 24
+_KEY_HEADS = 3
+_WINDOW = 16
 # From so many heads on, the hidden size has fewer features for each.
 _MANY_HEADS = 12
 # Bounds and epsilons that small random models reach.
-_ROTARY, _ATTENTION_SOFTCAP, _LOGIT_SOFTCAP, _EPSILON, _TIME_STEP = 8, 10.0, 30.0, 0.05, 0.3
+_ROTARY = 8
+_ATTENTION_SOFTCAP = 10.0
+_LOGIT_SOFTCAP = 30.0
+_EPSILON = 0.05
+_TIME_STEP = 0.3
 _EXPERTS = r"^(num|n|moe_num)_(local_|routed_)?experts$"
 _WIDTHS = r"(intermediate_size|ffn_dim|ffn_hidden_size|feed_forward_size|n_inner)"
 _AT_MOST = {

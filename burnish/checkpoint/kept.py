@@ -43,10 +43,8 @@ class KeptFile:
         """Copy tensors into a file, some MiB at a time; the file appears whole. Raises `OSError`, and as `read` does."""
         described = [(n, dtype_name(each.dtype, n), each.shape) for n, each in tensors.items()]
         header, _ = build_header(described, {"format": "pt"})
-        digest, partial = (
-            xxhash.xxh3_128(header),
-            path.with_name(f".{path.name}.{uuid.uuid4().hex}"),
-        )
+        digest = xxhash.xxh3_128(header)
+        partial = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
         path.parent.mkdir(exist_ok=True)
         try:
             with partial.open("xb") as file:

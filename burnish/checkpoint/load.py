@@ -60,7 +60,8 @@ class StepReader(TensorReader):
         headers: Mapping[str, Header] | None = None,
         arena: Arena | None = None,
     ) -> None:
-        self._step, self._arena = step, arena
+        self._step = step
+        self._arena = arena
         if headers is None:
             headers = _read_headers(step, _tensor_files(step))
         places = [(f"{set_of(name)}/", name, header) for name, header in headers.items()]
@@ -96,7 +97,8 @@ class StepReader(TensorReader):
             else:
                 count = min(len(into), size - skipped)
                 into[:count] = self._block(file, number)[skipped : skipped + count]
-            into, offset = into[count:], offset + count
+            into = into[count:]
+            offset = offset + count
 
     def _read_block(self, file: str, number: int) -> memoryview:
         record = self._step.manifest.files[file]
@@ -124,7 +126,8 @@ def _read_headers(step: CommittedStep, names: Iterable[str]) -> dict[str, Header
 
 
 def _residuals(keys: Iterable[str]) -> dict[str, str]:
-    known, found = set(keys), {}
+    known = set(keys)
+    found = {}
     for key in known:
         role, slash, name = key.partition(f"{RESIDUAL}/")
         weight = f"{role}{MODEL}/{name}"
@@ -171,7 +174,8 @@ class CheckpointSource:
 
     def files(self, below: str) -> dict[str, bytes]:
         """Return all files below a directory ("ahead/"), by path, to rank 0. Collective, errors included."""
-        step, found = self._step, dict[str, bytes]()
+        step = self._step
+        found = dict[str, bytes]()
         names = [name for name in step.manifest.files if name.startswith(below)]
         if names:
             with agree(self._layout), naming_failures(f"{step.path} cannot be read"):

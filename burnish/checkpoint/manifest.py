@@ -22,9 +22,13 @@ from burnish.files.strict_json import clipped, encode_json, parse_json, shortene
 
 FORMAT = 1
 """The format that this code reads and writes."""
-MIN_BLOCK_BYTES, BLOCK_BYTES, MAX_BLOCK_BYTES = 64 << 10, 4 << 20, 64 << 20
+MIN_BLOCK_BYTES = 64 << 10
+BLOCK_BYTES = 4 << 20
+MAX_BLOCK_BYTES = 64 << 20
 """Smallest, usual and largest size of the blocks that files are cut into. A reader refuses only larger ones."""
-COMMIT, MANIFEST, STATE = "COMMIT", "manifest.json", "state.json"
+COMMIT = "COMMIT"
+MANIFEST = "manifest.json"
+STATE = "state.json"
 """Names in a step's directory."""
 AHEAD = "ahead/"
 """Directory of the batches that are drawn and not yet trained on."""
@@ -32,7 +36,9 @@ IMPORTED = "imported"
 """Key of state.json in a step of imported weights: their origin."""
 ADAPTER_STATE = "adapter"
 """Key of state.json that describes the adapter which a run trains (`burnish.models.lora.adapter.adapter_record`)."""
-COMMIT_LIMIT, MANIFEST_LIMIT, STATE_LIMIT = 64 << 10, 32 << 20, 1 << 20
+COMMIT_LIMIT = 64 << 10
+MANIFEST_LIMIT = 32 << 20
+STATE_LIMIT = 1 << 20
 """Most bytes of COMMIT, manifest.json and state.json."""
 MAX_FILES = 1 << 16
 """Most files of a step."""
@@ -43,7 +49,8 @@ ANOTHER_STEP = "use another step, or a copy of this one, and check the disk"
 _HASH = 32
 # Bytes per block in the manifest: a line with its hash, indented and quoted.
 _LINE = 40
-_NUMBER, _TEXT = rb"(0|[1-9][0-9]{0,18})", rb'("(?:[ !#-\[\]-~]|\\.){,4096}+")'
+_NUMBER = rb"(0|[1-9][0-9]{0,18})"
+_TEXT = rb'("(?:[ !#-\[\]-~]|\\.){,4096}+")'
 _HEAD = re.compile(rb'\{\n "files": \{')
 _FILE = re.compile(
     rb"\n  " + _TEXT + rb': \{\n   "block_bytes": ' + _NUMBER + rb',\n   "blocks": \[(?:\]|'
@@ -127,12 +134,15 @@ def block_hash(data: Bytes) -> str:
 
 def block_hashes(pieces: Iterable[memoryview], block_bytes: int) -> Iterator[str]:
     """Yield the hashes of the joined `pieces`' blocks."""
-    digest, left = xxhash.xxh3_128(), block_bytes
+    digest = xxhash.xxh3_128()
+    left = block_bytes
     for piece in pieces:
         while len(piece) >= left:
             digest.update(piece[:left])
             yield digest.hexdigest()
-            piece, digest, left = piece[left:], xxhash.xxh3_128(), block_bytes
+            piece = piece[left:]
+            digest = xxhash.xxh3_128()
+            left = block_bytes
         digest.update(piece)
         left -= len(piece)
     if left < block_bytes:
@@ -203,7 +213,9 @@ def _read_files(data: bytes, what: str) -> tuple[dict[str, FileRecord], int]:
     if head is None:
         raise _unexpected(data, 0, what)
     files: dict[str, FileRecord] = {}
-    at, last, more = head.end(), "", True
+    at = head.end()
+    last = ""
+    more = True
     while more:
         found = _FILE.match(data, at)
         if found is None:
@@ -225,12 +237,15 @@ def _read_files(data: bytes, what: str) -> tuple[dict[str, FileRecord], int]:
                 do=ANOTHER_STEP,
             )
         files[path] = record
-        at, last, more = found.end(), path, bool(comma)
+        at = found.end()
+        last = path
+        more = bool(comma)
     return files, at
 
 
 def _hashes(lines: bytes) -> tuple[str, ...]:
-    text, first = lines.decode(), len('\n    "')
+    text = lines.decode()
+    first = len('\n    "')
     return tuple(text[at : at + _HASH] for at in range(first, len(text), _LINE))
 
 
@@ -274,7 +289,8 @@ def _check_types(value: dict[str, Any], what: str) -> None:
     kinds = {"str": str, "int": int, "bool": bool}
     wanted = {name: kinds[text] for name, text in Commit.__annotations__.items()}
     for name in sorted(wanted.keys() | value.keys()):
-        found, kind = value.get(name), wanted.get(name)
+        found = value.get(name)
+        kind = wanted.get(name)
         if type(found) is not kind or (isinstance(found, int) and found < 0):
             raise CorruptError(
                 f"{what} has a wrong field {clipped(name)}",

@@ -74,7 +74,8 @@ def _damaged(path: PurePath, have: object) -> CorruptError:
     )
 
 
-MEASURED, MEASURED_LATER = "measured", "measured_later"
+MEASURED = "measured"
+MEASURED_LATER = "measured_later"
 """Keys of state.json: the validation's numbers, by name; and those of earlier steps, which were saved before their validation."""
 
 _log = logging.getLogger(__name__)

@@ -349,7 +349,8 @@ class Saver:
         if self._plan is None or set(known) != {self._plan.share.digest}:
             plan = WritePlan.together(pieces, roles, self.layout)
             same_on_all_ranks(plan.share.digest, "the plan of the save", self.layout)
-            self._pieces, self._plan = pieces.digest(), plan
+            self._pieces = pieces.digest()
+            self._plan = plan
         return self._plan
 
     def _write(

@@ -36,7 +36,8 @@ from burnish.files.strict_json import parse_object
 
 INFLIGHT = ".inflight-"
 """Prefix of the directory of a step that is being written."""
-TRASH, QUARANTINE = "trash", "quarantine"
+TRASH = "trash"
+QUARANTINE = "quarantine"
 """The directory of steps that are being removed, and that of steps that could not be resumed from."""
 
 READ_BYTES = 4 << 20
@@ -296,7 +297,8 @@ def verify_files(step: CommittedStep, names: Iterable[str]) -> Iterator[CorruptE
         buffers.put(memoryview(bytearray(min(largest, step.manifest.total_bytes))))
 
     def damages(file: ReadableFile, name: str, start: int) -> list[CorruptError]:
-        record, buffer = step.manifest.files[name], buffers.get()
+        record = step.manifest.files[name]
+        buffer = buffers.get()
         data = buffer[: min(_run(record), record.size - start)]
         found = _damages(file, step, name, start // record.block_bytes, data)
         buffers.put(buffer)
@@ -304,7 +306,8 @@ def verify_files(step: CommittedStep, names: Iterable[str]) -> Iterator[CorruptE
 
     with ThreadPoolExecutor(threads) as pool:
         for name in names:
-            record, is_whole = step.manifest.files[name], True
+            record = step.manifest.files[name]
+            is_whole = True
             with step.source.open(step.path / name) as file:
                 starts = range(0, record.size, _run(record))
                 for found in pool.map(partial(damages, file, name), starts):
@@ -357,8 +360,10 @@ def _header_problem(step: CommittedStep, name: str) -> Iterator[CorruptError]:
 
 def checked_header(step: CommittedStep, name: str) -> Header:
     """Return a tensor file's header, from checked blocks."""
-    record, path = step.manifest.files[name], step.path / name
-    data, size = b"", 1
+    record = step.manifest.files[name]
+    path = step.path / name
+    data = b""
+    size = 1
     with step.source.open(path) as file:
         while len(data) < size:  # the first block says how long the header is
             stop = min(-(-size // record.block_bytes) * record.block_bytes, record.size)
@@ -377,9 +382,11 @@ def read_blocks(
     Raises `DamagedBlock`; the memory then holds what was read.
     """
     record = step.manifest.files[name]
-    size, run = record.block_bytes, _run(record)
+    size = record.block_bytes
+    run = _run(record)
     for start in range(0, len(into), run):
-        blocks, number = into[start : start + run], first + start // size
+        blocks = into[start : start + run]
+        number = first + start // size
         ended = None
         try:
             file.pread_into(blocks, number * size)
@@ -394,7 +401,8 @@ def read_blocks(
 def _damage(
     file: ReadableFile, step: CommittedStep, name: str, number: int, found: str
 ) -> DamagedBlock:
-    record, path = step.manifest.files[name], step.path / name
+    record = step.manifest.files[name]
+    path = step.path / name
     start = number * record.block_bytes
     stop = min(start + record.block_bytes, record.size)
     holds = _tensors(file, step, name, start, stop)
@@ -404,7 +412,10 @@ def _damage(
         want=record.blocks[number],
         do="use another checkpoint, and check the disk",
     )
-    error.file, error.start, error.stop, error.holds = path, start, stop, holds
+    error.file = path
+    error.start = start
+    error.stop = stop
+    error.holds = holds
     return error
 
 
@@ -413,7 +424,8 @@ def _tensors(
 ) -> tuple[str, ...]:
     if not name.endswith(SUFFIX):
         return ()
-    path, file_size = step.path / name, step.manifest.files[name].size
+    path = step.path / name
+    file_size = step.manifest.files[name].size
     prefix = bytearray(min(8, file_size))
     try:
         file.pread_into(prefix, 0)

@@ -47,7 +47,9 @@ from burnish.files.strict_json import encode_json
 
 MAIN = ""
 """The role of the run's own model, whose directories are `model/` and `training/`."""
-MODEL, RESIDUAL, TRAINING = "model", "residual", "training"
+MODEL = "model"
+RESIDUAL = "residual"
+TRAINING = "training"
 """The set of weights, and its directory; the set of residuals; the directory of all sets except the weights."""
 
 MAX_FILE_BYTES = 4 << 30

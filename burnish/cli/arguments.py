@@ -458,7 +458,8 @@ def _unknown_option(option: str, arguments: Namespace) -> UsageError:
         do = f"see burnish {arguments.command or ''} --help".replace("  ", " ")
         return UsageError(f"there is no option {option}", have=option, do=do)
     if key in known_keys():
-        want, do = "--dry-run", f"settings have no dashes: write {key}={value or 'VALUE'}"
+        want = "--dry-run"
+        do = f"settings have no dashes: write {key}={value or 'VALUE'}"
     else:
         want, do = suggestion(key)
         known = [each for each in _OPTIONS if hasattr(arguments, each[2:].replace("-", "_"))]

@@ -36,7 +36,8 @@ _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 
 def chat(given: Namespace) -> None:
     """Answer each line of standard input with a model, or a run's newest step; `/reset` begins anew."""
-    place, step = given.config, None
+    place = given.config
+    step = None
     file, run = config_at(place) if place else (None, None)
     named = [f"model.path={place}"] if place and file is None else []
     config = read_config(file, [*named, *given.overrides])
@@ -63,7 +64,8 @@ def chat(given: Namespace) -> None:
 
 
 def _converse(foundation: Foundation, generator: BuiltinGenerator) -> None:
-    tokenizer, config = foundation.tokenizer, foundation.config
+    tokenizer = foundation.tokenizer
+    config = foundation.config
     encoder = ChatEncoder(tokenizer, config.data)
     decode = completion_decoder(tokenizer, config.rollout.stop, foundation.eos_token_ids)
     positions = longest_sequence(foundation.hf_config)

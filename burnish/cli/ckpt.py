@@ -144,10 +144,12 @@ def list_steps(say: Say, path: PurePath) -> Report:
 
 def _row(step: dict[str, Any]) -> tuple[str, ...]:
     if "problem" in step:
-        size = saved = ""
+        size = ""
+        saved = ""
         state = f"{'damaged: ' if step['damaged'] else ''}{step['problem']}"
     else:
-        size, saved = bytes_text(step["bytes"]), step["saved"]
+        size = bytes_text(step["bytes"])
+        saved = step["saved"]
         state = "healthy" if step["healthy"] else "unhealthy"
     return (str(step["step"]), size, saved, state, step["pinned"] or "")
 
@@ -284,7 +286,8 @@ def _verified(path: PurePath, say: Say, fast: bool) -> dict[str, Any] | None:
     verdict = count_text(len(errors), "problem") if errors else "whole"
     other_format = bool(errors) and all(isinstance(each, IncompatibleError) for each in errors)
     if other_format:
-        verdict, rate = "not checked", ""
+        verdict = "not checked"
+        rate = ""
     say(f"{path}: {verdict} ({bytes_text(size)} in {seconds:.1f} s{rate})")
     extra = [] if errors else list(empty_directories(open_step(path, source)))
     if extra:
@@ -378,7 +381,8 @@ def _local_step(path: Path) -> int:
 def collect_garbage(say: Say, run: Path, *, dry_run: bool) -> Report:
     """Remove steps that the configuration does not keep, and remains of killed processes. Refuses a directory in use."""
     root = _steps_directory(run)
-    config, gone = root.parent / "config.yaml", list[Path]()
+    config = root.parent / "config.yaml"
+    gone = list[Path]()
     removals = Removals(root)
     with naming_failures(f"{root} could not be cleared"), holding_lease(root / LEASE):
         rest = leftovers(root, LOCAL)

@@ -67,7 +67,9 @@ def _open(path: PurePath) -> TensorReader:
 
 
 def _words(found: TensorDiff) -> str:
-    a, b, distance = found.a, found.b, found.distance
+    a = found.a
+    b = found.b
+    distance = found.distance
     if found.verdict == "another shape" and a and b:
         return f"another shape: {list(a.shape)}, {list(b.shape)}"
     if found.verdict == "another kind" and a and b:
@@ -95,7 +97,8 @@ def export_step(
     step = one_step(path)
     with exportable(step, **which) as model:
         files = export(model, target, DTYPES[dtype], int(shard_gb * 1e9))
-    where, size = str(target.absolute()), sum(files.values())
+    where = str(target.absolute())
+    size = sum(files.values())
     say(f"{where}: {model.what} of {step.path.name} in {dtype}, {bytes_text(size)}")
     for name in files:
         say(f"  {name}")

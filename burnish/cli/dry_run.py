@@ -21,7 +21,8 @@ from burnish.runs.summary import summary
 
 def dry_run(given: Namespace, method: Method, config: RunConfig, run_dir: Path | None) -> None:
     """Print what a method would do on the devices that are named, or on this machine's."""
-    devices, layout = getattr(given, "devices", None), place_of(os.environ).layout
+    devices = getattr(given, "devices", None)
+    layout = place_of(os.environ).layout
     target = devices_of(devices)
     world = layout.world if target is None else target.count
     config, said = prepare(config, method, world, run_dir)

@@ -52,7 +52,8 @@ def init(given: Namespace) -> None:
 def _answers(method: Method, data: str) -> str | None:
     from burnish.data.sources import load_rows
 
-    rows, usual = load_rows([data]), DataConfig()
+    rows = load_rows([data])
+    usual = DataConfig()
     if not method.generates:
         example_format(usual, rows)
         return None

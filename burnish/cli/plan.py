@@ -48,7 +48,8 @@ def run_plan(arguments: Namespace) -> None:
         )
     method = method_meant_by(config)
     planner = planner_of(method.named(config), method, devices)
-    plans, given = planner.all_plans(), planner.as_configured()
+    plans = planner.all_plans()
+    given = planner.as_configured()
     if arguments.json:
         print_text(json.dumps(_as_json(plans, given, devices)))
     else:

@@ -18,13 +18,16 @@ from burnish.tracking.trackers import json_numbers
 def run_given(given: Namespace) -> None:
     """Run a command with a configuration; with `dry_run` only print what it would do on `devices`."""
     method = load_method(given.method)
-    file, overrides, run_dir = given.config, given.overrides, None
+    file = given.config
+    overrides = given.overrides
+    run_dir = None
     if file and not method.trains:
         file, run_dir = config_at(file)
         overrides = overrides if file else [f"model.path={json.dumps(given.config)}", *overrides]
     config = method.named(read_config(file, overrides))
     layout = place_of(os.environ).layout
-    devices, as_json = getattr(given, "devices", None), getattr(given, "json", False)
+    devices = getattr(given, "devices", None)
+    as_json = getattr(given, "json", False)
     if devices is not None and not given.dry_run:
         raise UsageError("--devices is for --dry-run", do="leave it out, or add --dry-run")
     if as_json and given.dry_run:

@@ -18,7 +18,8 @@ from burnish.view.runs import describe, find_runs, settings_of, side_by_side
 
 _BEST = {"val/reward": max, "val/loss": min}
 _SHOWN = ("reward/mean", "train/loss", *_BEST)
-_WIDTH, _BARS = 32, "▁▂▃▄▅▆▇█"
+_WIDTH = 32
+_BARS = "▁▂▃▄▅▆▇█"
 
 Rows = list[dict[str, Any]]
 
@@ -100,7 +101,8 @@ def _curves(names: Sequence[str]) -> Rows:
 
 
 def _sparkline(values: Sequence[float], low: float, high: float) -> str:
-    n, count = len(values), min(_WIDTH, len(values))
+    n = len(values)
+    count = min(_WIDTH, len(values))
     shares = [values[i * n // count : (i + 1) * n // count] for i in range(count)]
     scale = (len(_BARS) - 1) / (high - low) if high > low else 0.0
     return "".join(_BARS[int((sum(each) / len(each) - low) * scale)] for each in shares)

@@ -53,7 +53,9 @@ def show(given: Namespace) -> None:
 
 def explain(given: Namespace) -> None:
     """Print a setting's meaning, values and default; or the keys of a section; or all sections."""
-    console, keys, name = Console(highlight=False), known_keys(), given.key
+    console = Console(highlight=False)
+    keys = known_keys()
+    name = given.key
     if name is None:
         console.print(Text((RunConfig.__doc__ or "").strip()), end="\n\n")
         _list(console, [key for key in keys.values() if "." not in key.name])

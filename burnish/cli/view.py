@@ -32,7 +32,8 @@ def view(given: Namespace) -> None:
         listener = stack.enter_context(listen(given.host, given.port))
         is_private = ipaddress.ip_address(listener.getsockname()[0]).is_loopback
         token = None if is_private else secrets.token_urlsafe(24)
-        root, url = Path(given.root), None
+        root = Path(given.root)
+        url = None
         if is_url(given.root):
             from burnish.view.remote_runs import RunCopies
 

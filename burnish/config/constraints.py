@@ -200,7 +200,8 @@ def _broken(config: RunConfig, constraints: Sequence[_Constraint]) -> Iterator[B
                 do=f"set {name}={default}",
             )
             continue
-        some, wanted = " and ".join(settings), " or ".join(values)
+        some = " and ".join(settings)
+        wanted = " or ".join(values)
         first = f"set {needed}={values[0]}" if values else f"set {needed}"
         last = "change" if _parts(when)[1] else "remove"
         yield UsageError(
@@ -314,7 +315,8 @@ def model_problems(model: ModelConfig) -> Iterator[BurnishError]:
 
 def endpoint_problems(config: RunConfig) -> Iterator[BurnishError]:
     """Yield why no endpoint can be asked for completions."""
-    model, url = config.model, config.rollout.url or ""
+    model = config.model
+    url = config.rollout.url or ""
     try:
         parts = urlsplit(url)
         is_plain = parts.hostname and parts.port != 0 and not (parts.query or parts.fragment)
@@ -337,7 +339,8 @@ def endpoint_problems(config: RunConfig) -> Iterator[BurnishError]:
 
 
 def _of_places(config: RunConfig) -> Iterator[BurnishError]:
-    checkpoint, mirror = config.checkpoint, config.checkpoint.mirror
+    checkpoint = config.checkpoint
+    mirror = config.checkpoint.mirror
     name = config.run_name
     plain = name not in ("", ".", "..") and not any(each in name for each in "/\\\0")
     if not plain or len(os.fsencode(name)) > _LONGEST_NAME:
@@ -387,7 +390,8 @@ def _of_places(config: RunConfig) -> Iterator[BurnishError]:
 
 
 def _of_degrees(engine: EngineConfig, world: int) -> Iterator[BurnishError]:
-    sharing, stage = engine.sharing, world // engine.pipeline_parallel
+    sharing = engine.sharing
+    stage = world // engine.pipeline_parallel
     if world % sharing:
         names = ["sequence_parallel", "tensor_parallel"]
         names += ["pipeline_parallel"] if engine.pipeline_parallel > 1 else []
@@ -496,7 +500,8 @@ def reward_problems(config: RunConfig) -> Iterator[BurnishError]:
             want=f"at most {config.rollout.max_response_length}",
             do="lower algorithm.overlong.buffer",
         )
-    part, names = config.algorithm.dynamic_sampling.part, config.reward.part_names
+    part = config.algorithm.dynamic_sampling.part
+    names = config.reward.part_names
     if part is not None and part not in names and part.rpartition("/")[0] not in names:
         yield UsageError(
             "algorithm.dynamic_sampling.part is not a part of the reward",
@@ -535,7 +540,8 @@ def reward_problems(config: RunConfig) -> Iterator[BurnishError]:
 
 def batch_problems(config: RunConfig, shares: int) -> Iterator[BurnishError]:
     """Yield why `batch.examples` cannot be divided into `shares`."""
-    examples, longest = config.batch.examples, config.data.max_length
+    examples = config.batch.examples
+    longest = config.data.max_length
     if longest is not None and longest > config.microbatch_tokens:
         yield UsageError(
             "the longest example does not fit into a micro-batch",
@@ -554,7 +560,8 @@ def batch_problems(config: RunConfig, shares: int) -> Iterator[BurnishError]:
 
 def rollout_problems(config: RunConfig, shares: int) -> Iterator[BurnishError]:
     """Yield why the completions of `batch.prompts` cannot be divided into `shares`."""
-    prompts, parts = config.batch.prompts, config.batch.minibatches
+    prompts = config.batch.prompts
+    parts = config.batch.minibatches
     sequences = prompts // parts * config.rollout.n
     if prompts % parts:
         whole = prompts - prompts % parts
@@ -574,7 +581,8 @@ def rollout_problems(config: RunConfig, shares: int) -> Iterator[BurnishError]:
             want=f"{shares} or more",
             do="raise batch.prompts or rollout.n, or start fewer processes",
         )
-    response, prompt = config.rollout.max_response_length, config.data.max_prompt_length
+    response = config.rollout.max_response_length
+    prompt = config.data.max_prompt_length
     needed = config.longest_completed
     if needed > config.microbatch_tokens:
         first = "a prompt of 1" if prompt is None else f"data.max_prompt_length: {prompt}"
@@ -587,7 +595,8 @@ def rollout_problems(config: RunConfig, shares: int) -> Iterator[BurnishError]:
 
 
 def _budget(config: RunConfig) -> str:
-    device, ranks = config.batch.tokens_per_device, config.engine.sequence_parallel
+    device = config.batch.tokens_per_device
+    ranks = config.engine.sequence_parallel
     shared = f" × engine.sequence_parallel: {ranks}" if ranks > 1 else ""
     return f"batch.tokens_per_device: {device}{shared}"
 
@@ -642,7 +651,9 @@ def formula_notices(config: RunConfig) -> Iterator[str]:
 
 
 def _of_ahead(config: RunConfig) -> Iterator[str]:
-    algorithm, ahead, steps = config.algorithm, config.rollout.ahead, config.steps
+    algorithm = config.algorithm
+    ahead = config.rollout.ahead
+    steps = config.steps
     is_corrected = algorithm.mismatch_cap is not None or algorithm.mismatch_reject != "none"
     if ahead and algorithm.old_logprobs == "recompute" and not is_corrected:
         yield (

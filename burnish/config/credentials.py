@@ -53,7 +53,8 @@ def with_environment(rewards: RewardConfig) -> tuple[RewardConfig, frozenset[str
 
     Raises `UsageError` for a variable that is not set.
     """
-    functions, values = [], set[str]()
+    functions = []
+    values = set[str]()
     for each in rewards.functions:
         kwargs = _resolved(each.kwargs, "", f"{each.function}: kwargs", values)
         functions.append(each.model_copy(update={"kwargs": kwargs}))

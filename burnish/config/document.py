@@ -109,7 +109,8 @@ def dump_yaml(config: RunConfig, comments: Mapping[str, str] | None = None) -> s
 
     `comments` maps dotted keys to remarks behind their values.
     """
-    rows, remarks = list(_rows(config, "", "")), comments or {}
+    rows = list(_rows(config, "", ""))
+    remarks = comments or {}
     commented = [len(text) for text, name in rows if name in remarks and len(text) <= 60]
     width = max(commented, default=0)
     lines = [

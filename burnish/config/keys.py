@@ -64,7 +64,8 @@ def _keys(schema: _Schema, sections: _Schema, prefix: str, *, may_change: bool) 
         is_list = kinds[0].get("type") == "array" and "prefixItems" not in kinds[0]
         texts = [kinds[0]["items"]] if is_list else kinds
         item = _referred(found.get("items", {}), sections)
-        inner, name = section.get("properties", {}), prefix + field
+        inner = section.get("properties", {})
+        name = prefix + field
         default = inner["name"]["default"] if name in FORMULAS else found.get("default")
         key = Key(
             name=name,

@@ -54,7 +54,8 @@ def load_with_origins(
     path: str | Path | RunConfig | None, overrides: Sequence[str] = ()
 ) -> tuple[RunConfig, Mapping[str, str]]:
     """Return the configuration and the origin of each setting: FILE:LINE, "command line" or "default"."""
-    draft, subject = _Draft(), "the command line"
+    draft = _Draft()
+    subject = "the command line"
     if isinstance(path, RunConfig):
         draft.set_all(_plain(path.model_dump(exclude_unset=True)), _RECORDED)
     elif path is not None:
@@ -223,7 +224,8 @@ class _Draft:
             self._note_unknown(name, value)
 
     def _note_misfit(self, name: str, fault: str, value: Any, do: str | None = None) -> None:
-        plain, origin = plain_name(name), _origin(self.origins, name)
+        plain = plain_name(name)
+        origin = _origin(self.origins, name)
         key = known_keys().get(plain) or known_keys()[plain.removesuffix("[]")]
         self.problems.append(
             UsageError(

@@ -21,8 +21,11 @@ def remedies(
 
     `generates`: whether the method draws completions. `parts` are the planner's names, the largest first. `on_cpu`: host memory is all there is.
     """
-    engine, rollout = config.engine, config.rollout
-    torch, update, chunk = engine.kind == "torch", phase == "update", engine.logprob_chunk or 0
+    engine = config.engine
+    rollout = config.rollout
+    torch = engine.kind == "torch"
+    update = phase == "update"
+    chunk = engine.logprob_chunk or 0
     while_generating = generates and phase in ("rollout", "validate")
     trains = phase in ("update", "advantages", "setting up", "save")
     computes = phase in ("update", "advantages", "log-probs", "validate")

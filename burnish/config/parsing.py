@@ -45,7 +45,8 @@ class _Loader(CoreLoader):
     def __init__(self, text: str, source: str) -> None:
         super().__init__(text)
         self.name = source
-        self._depth = self._composed = 0
+        self._depth = 0
+        self._composed = 0
         self._sizes: dict[yaml.Node, int] = {}
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
@@ -86,7 +87,8 @@ class _Loader(CoreLoader):
         except (ValueError, KeyError):  # `!!int abc`, `!!bool abc`, more digits than `int` takes
             value = _LARGEST
         if isinstance(value, str) and (found := _NO_TEXT.search(value)):
-            value, problem = _LARGEST, f"a text with the character {found[0]!a}"
+            value = _LARGEST
+            problem = f"a text with the character {found[0]!a}"
         if isinstance(value, int) and abs(value) >= _LARGEST:
             mark: Any = node.start_mark
             raise yaml.MarkedYAMLError(problem=problem, problem_mark=mark)

@@ -24,7 +24,8 @@ def digest(config: RunConfig) -> str:
 
 def settings_difference(before: RunConfig, after: RunConfig) -> dict[str, tuple[Any, Any]]:
     """Return the deciding settings that differ, with both values, by dotted key."""
-    had, wanted = dict(_deciding(before)), dict(_deciding(after))
+    had = dict(_deciding(before))
+    wanted = dict(_deciding(after))
     pairs = {key: (had.get(key), wanted.get(key)) for key in {**had, **wanted}}
     return {key: (a, b) for key, (a, b) in pairs.items() if _canonical(a) != _canonical(b)}
 

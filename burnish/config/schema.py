@@ -379,7 +379,8 @@ class RewardConfig(Section):
         given += [model.part_name for model in self.models]
         names: list[str] = []
         for base in given:
-            name, number = base, 1
+            name = base
+            number = 1
             while name in names:
                 number += 1
                 name = f"{base}_{number}"
@@ -800,7 +801,8 @@ class RunConfig(Section):
         """The run's name; by default that of the model, or of its run. A method adds its own (`Method.named`)."""
         if self.name is not None:
             return self.name
-        fresh, path = self.model.fresh, self.rollout.model or self.model.path or ""
+        fresh = self.model.fresh
+        path = self.rollout.model or self.model.path or ""
         if fresh:
             path = str(fresh.get("model_type", "")) if isinstance(fresh, dict) else fresh
         source = path.partition("/checkpoints/")[0].partition("@")[0].rstrip("/").rpartition("/")[2]

@@ -18,7 +18,8 @@ _LONGEST = 100
 """Most characters of a name that could be a misspelt key."""
 _LEAST_LIKENESS = 0.75
 # A likeness of last parts counts a little less than one of whole names, which also decides between equals.
-_OF_LAST_PARTS, _OF_WHOLE_NAMES = 0.92, 0.1
+_OF_LAST_PARTS = 0.92
+_OF_WHOLE_NAMES = 0.1
 
 
 def suggestion(name: str, value: Any = None) -> tuple[str, str]:

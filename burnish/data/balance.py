@@ -27,7 +27,8 @@ _MANY = 10_000
 """From this many numbers on, they are ordered by radix."""
 _EFFORTS = ((2, 1), (4, 4), (64, 16))
 """For each pass of exchanges: how far apart in order two items may be, and with how many idle bins a costly bin is compared."""
-_COMPARED, _MISSES = 1 << 22, 8
+_COMPARED = 1 << 22
+_MISSES = 8
 """Most pairs of items that a pass compares, and most turns of it without an exchange."""
 _PATIENCE = 1_000
 """Most turns of `_by_falling_cost` that end early because bins are full."""
@@ -74,13 +75,15 @@ def share_out(
     _check_limit(sizes, budget, group)
     whole = _summed(_whole(costs), group)
     falling = _order(whole.max(initial=0) - whole)  # so that the order of sequences does not matter
-    whole, sizes = whole[falling], sizes[falling]
+    whole = whole[falling]
+    sizes = sizes[falling]
     group = inverse(falling)[group]
     count = max(1, -(-int(lengths.sum()) // (budget * ranks))) * ranks
     found = divide(whole, sizes, budget, count)
     if found is None:
         tight = _packed(sizes, budget)
-        fewest, count = count, -(-(int(tight.max()) + 1) // ranks) * ranks
+        fewest = count
+        count = -(-(int(tight.max()) + 1) // ranks) * ranks
         found = divide(whole, sizes, budget, count) if count > fewest else None
         if found is None:
             found = _Division(_spread(tight, whole, count), whole, sizes, budget, count)
@@ -144,7 +147,8 @@ def _packed(sizes: Integers, limit: int) -> Integers:
 
     Uses at most 11/9 of the fewest possible bins, plus one (Johnson 1974).
     """
-    bins, count = np.zeros_like(sizes), 0
+    bins = np.zeros_like(sizes)
+    count = 0
     rooms: list[tuple[int, int]] = []  # (room, bin), ascending
     falling = np.argsort(-sizes, kind="stable")
     for item, size in zip(falling.tolist(), sizes[falling].tolist(), strict=True):
@@ -152,7 +156,8 @@ def _packed(sizes: Integers, limit: int) -> Integers:
         if place < len(rooms):
             room, index = rooms.pop(place)
         else:
-            room, index = limit, count
+            room = limit
+            index = count
             count += 1
         bins[item] = index
         insort(rooms, (room - size, index))
@@ -202,8 +207,11 @@ def _by_falling_cost(costs: Integers, sizes: Integers, limit: int, count: int) -
     Each turn gives many bins one item each, until one of these, or a full bin, is next. Returns None if an item
     fits nowhere, or full bins end too many turns.
     """
-    bins, loads, rooms = np.zeros_like(costs), np.zeros(count, np.int64), np.full(count, limit)
-    start, patience = 0, _PATIENCE
+    bins = np.zeros_like(costs)
+    loads = np.zeros(count, np.int64)
+    rooms = np.full(count, limit)
+    start = 0
+    patience = _PATIENCE
     while start < len(costs):
         has_room = rooms >= sizes[start]
         if not has_room.any() or not patience:
@@ -212,13 +220,16 @@ def _by_falling_cost(costs: Integers, sizes: Integers, limit: int, count: int) -
         full = rooms[near & ~has_room].max(initial=0)
         idlest = np.flatnonzero(near & has_room)
         idlest = idlest[_order(loads[idlest])][: len(costs) - start]
-        items, before = slice(start, start + len(idlest)), loads[idlest]
-        after, room = before + costs[items], rooms[idlest] - sizes[items]
+        items = slice(start, start + len(idlest))
+        before = loads[idlest]
+        after = before + costs[items]
+        room = rooms[idlest] - sizes[items]
         idler = np.minimum.accumulate(after)[:-1] < before[1:]
         other = (room < 0) | (sizes[items] <= full)
         stops = np.flatnonzero(idler | other[1:])
         end = int(stops[0]) + 1 if len(stops) else len(idlest)
-        given, start = idlest[:end], start + end
+        given = idlest[:end]
+        start = start + end
         bins[start - end : start] = given
         loads[given], rooms[given] = after[:end], room[:end]
         patience -= bool(other[end : end + 1].any())
@@ -229,8 +240,11 @@ class _Division:
     def __init__(
         self, bins: Integers, costs: Integers, sizes: Integers, limit: int, count: int
     ) -> None:
-        self._limit, self._count, self._longest = limit, count, int(sizes.max(initial=0))
-        self.loads, self._fills = _summed(costs, bins, count), _summed(sizes, bins, count)
+        self._limit = limit
+        self._count = count
+        self._longest = int(sizes.max(initial=0))
+        self.loads = _summed(costs, bins, count)
+        self._fills = _summed(sizes, bins, count)
         # The last entry of each stands for no item.
         self.bins, self._costs, self._sizes = (np.append(each, 0) for each in (bins, costs, sizes))
         mean = -(-int(costs.sum()) // count)
@@ -242,10 +256,13 @@ class _Division:
             return
         held = self._held()
         for apart, partners in _EFFORTS:
-            turn, missed, left = 0, 0, _COMPARED
+            turn = 0
+            missed = 0
+            left = _COMPARED
             while missed < _MISSES and left > 0 and (self.loads > self._enough).any():
                 pairs, exchanged = self._exchange(held, apart, partners, turn)
-                missed, turn = 0 if exchanged else missed + 1, turn + 1
+                missed = 0 if exchanged else missed + 1
+                turn = turn + 1
                 left -= max(pairs * len(held) * min(apart, len(held)) * 2, 1)
 
     def _held(self) -> Integers:
@@ -261,7 +278,8 @@ class _Division:
 
     def _exchange(self, held: Integers, apart: int, partners: int, turn: int) -> tuple[int, bool]:
         """Exchange items of costly and idle bins. Return the number of pairs, and whether any exchanged."""
-        loads, ranked = self.loads, _order(self.loads)
+        loads = self.loads
+        ranked = _order(self.loads)
         count = min(-(-self._count // (partners + 1)), self._count // 2)
         count = min(int(np.count_nonzero(loads > self._enough)), count)
         partners = min((self._count - count) // count, 4 * partners)
@@ -273,8 +291,10 @@ class _Division:
         after = np.maximum(loads[low] + half + error, self._enough)
         best = after.reshape(partners, count).argmin(axis=0) * count + np.arange(count)
         best = best[error[best] < half[best]]
-        high, low = high[best], low[best]
-        got, lost = held[taken[best], low], held[given[best], high]
+        high = high[best]
+        low = low[best]
+        got = held[taken[best], low]
+        lost = held[given[best], high]
         held[given[best], high], held[taken[best], low] = got, lost
         self.bins[got], self.bins[lost] = high, low
         for sums, values in ((loads, self._costs), (self._fills, self._sizes)):
@@ -286,18 +306,24 @@ class _Division:
         self, held: Integers, high: Integers, low: Integers, wanted: Integers, apart: int
     ) -> tuple[Integers, Integers, Integers]:
         """Return [P] the places of each pair's two items whose exchange moves nearest to `wanted`, and the error."""
-        width, bits = len(held), len(held).bit_length()
+        width = len(held)
+        bits = len(held).bit_length()
         # `found` holds an error and, in its last bits, a place: one minimum finds both.
         # The longer axis must be contiguous, which is many times as fast.
         mine, theirs = (held[:, b] if width > len(b) else held.take(b, 1) for b in (high, low))
-        give, take = (self._costs[mine] - wanted) << bits, self._costs[theirs] << bits
-        room, spare = self._limit - self._fills[low], self._limit - self._fills[high]
+        give = (self._costs[mine] - wanted) << bits
+        take = self._costs[theirs] << bits
+        room = self._limit - self._fills[low]
+        spare = self._limit - self._fills[high]
         is_tight = min(room.min(), spare.min()) < self._longest
-        least, shifts = np.full(len(high), _NEVER), np.zeros_like(high)
+        least = np.full(len(high), _NEVER)
+        shifts = np.zeros_like(high)
         apart = min(apart, width)
         for shift in range(1 - apart, apart):
-            start, other = max(shift, 0), max(-shift, 0)
-            one, two = slice(start, width - other), slice(other, width - start)
+            start = max(shift, 0)
+            other = max(-shift, 0)
+            one = slice(start, width - other)
+            two = slice(other, width - start)
             found = np.abs(give[one] - take[two])
             found |= np.arange(start, width - other)[:, None]
             if is_tight:
@@ -305,6 +331,7 @@ class _Division:
                 found[(growth > room) | (-growth > spare)] = _NEVER
             found = found.min(axis=0)
             better = found < least
-            least, shifts = np.where(better, found, least), np.where(better, shift, shifts)
+            least = np.where(better, found, least)
+            shifts = np.where(better, shift, shifts)
         given = least & ((1 << bits) - 1)
         return given, given - shifts, least >> bits

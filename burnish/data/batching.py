@@ -220,7 +220,8 @@ def _follows(starts: Integers, prompts: Integers, lengths: Integers, limit: int)
     places -= np.maximum.accumulate(places * ~follows)
     follows &= places % _MOST_TOGETHER > 0
     each = np.flatnonzero(~follows)
-    last, tokens = np.append(each[1:], len(lengths)), np.zeros_like(each)
+    last = np.append(each[1:], len(lengths))
+    tokens = np.zeros_like(each)
     while len(each):  # each pass takes the next example of every run
         own = lengths[each]
         tokens += own
@@ -229,7 +230,9 @@ def _follows(starts: Integers, prompts: Integers, lengths: Integers, limit: int)
         tokens -= over * (tokens - own)
         each = each + 1
         if not (more := each < last).all():
-            each, last, tokens = each[more], last[more], tokens[more]
+            each = each[more]
+            last = last[more]
+            tokens = tokens[more]
     return follows
 
 

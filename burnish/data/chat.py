@@ -71,7 +71,8 @@ class ChatEncoder:
         data = data or DataConfig()
         self._for_tools: Self | None = None
         """The encoder of rows with tools, if the tokenizer has another template for them."""
-        name, several = data.chat_template_name, tokenizer.chat_template
+        name = data.chat_template_name
+        several = tokenizer.chat_template
         if name is None and isinstance(several, dict) and {"tool_use", "default"} <= several.keys():
             used = single_template(tokenizer, tools=True)
             other = type(self)(used, data, limit, eos_token_ids, strict=strict)
@@ -92,7 +93,8 @@ class ChatEncoder:
         self._marked = has_generation_marks(tokenizer)
         self._eos = tokenizer.eos_token_id
         # gpt-oss ends a turn that others follow with another token than the last turn.
-        last, past = end_of_turn_id(tokenizer), end_of_turn_id(tokenizer, "user")
+        last = end_of_turn_id(tokenizer)
+        past = end_of_turn_id(tokenizer, "user")
         self._ends = [token for token in (last, self._eos) if token is not None]
         self._past_ends = [*self._ends, *([] if past is None else [past])]
         self._openers: dict[str, int] = {}

@@ -121,7 +121,8 @@ def value_at(row: Row, name: str) -> Any:
 
 def prompt_at(row: Row, name: str) -> Any:
     """Return a row's prompt. Alpaca's instruction and input become a message, after those of its history."""
-    value, input_ = value_at(row, name), row.get("input")
+    value = value_at(row, name)
+    input_ = row.get("input")
     if name != _INSTRUCTION or not isinstance(value, str):
         return value
     asked = {"role": "user", "content": f"{value}\n\n{input_}" if input_ else value}

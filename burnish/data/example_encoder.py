@@ -114,7 +114,8 @@ class ExampleEncoder(ChatEncoder):
         if len(row.messages) - 1 in row.turns and mask[-1:].any() and ids[-1] not in ends:
             token = self._openers.get("tool" if last.get("tool_calls") else "user", self._eos)
             if token is not None:
-                ids, mask = np.append(ids, token), np.append(mask, False)
+                ids = np.append(ids, token)
+                mask = np.append(mask, False)
         mask[1:] |= mask[:-1] & ~np.isin(ids[:-1], ends) & np.isin(ids[1:], ends)
         return ids, mask
 
@@ -189,7 +190,8 @@ class ExampleEncoder(ChatEncoder):
         return _common(*self._with_contents(row, turn))
 
     def _with_contents(self, row: Conversation, turn: int) -> list[str]:
-        before, after = row.messages[:turn], row.messages[turn + 1 :]
+        before = row.messages[:turn]
+        after = row.messages[turn + 1 :]
         changed = ([*before, row.messages[turn] | {"content": c}, *after] for c in _CONTENTS)
         return [str(self._render(messages, row)) for messages in changed]
 

@@ -65,7 +65,8 @@ class ExampleDataset(RowDataset[Example]):
         self._scan(progress)
 
     def _read(self, index: int, row: Row) -> Conversation | Text:
-        name, others = self.rows.where(index), self._beside(row, targets=True)
+        name = self.rows.where(index)
+        others = self._beside(row, targets=True)
         if self._kind == "text":
             self._require_no_chat_settings(name)
             text = text_of(value_at(row, self._columns[0]), self._columns[0], name)

@@ -31,7 +31,8 @@ logger = logging.getLogger(__name__)
 
 MOST_BYTES = 1 << 30
 """Most bytes of all files together."""
-_FOLDER, _HEAD = "lengths", 32
+_FOLDER = "lengths"
+_HEAD = 32
 _PACKAGES = ("transformers", "tokenizers", "jinja2", "datasets", "pyarrow")
 
 

@@ -156,7 +156,8 @@ class MeasuredLoader(Loader):
                     raise unfit(state) from error
                 if len(alike) != self.size:
                     raise unfit(state)
-                self.cursor, self._alike = cursor, alike
+                self.cursor = cursor
+                self._alike = alike
             case _:
                 raise unfit(state)
 

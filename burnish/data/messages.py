@@ -83,7 +83,8 @@ def tools_of(row: Mapping[str, Any], name: str, exact: bool = False) -> Tools | 
     value = row.get(column)
     if isinstance(value, str) and value.strip():
         try:
-            value, exact = json.loads(value), True
+            value = json.loads(value)
+            exact = True
         except ValueError as error:
             raise _not_tools(column, name, value) from error
     if not value:

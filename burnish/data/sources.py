@@ -31,7 +31,8 @@ from burnish.files.lease import locked
 from burnish.files.strict_json import no_duplicates
 from burnish.tracking.progress import Progress
 
-_PARQUET_ROWS = _JSON_ROWS = 1024
+_PARQUET_ROWS = 1024
+_JSON_ROWS = 1024
 _TEXT = "row"
 """The one column of a table of JSON texts."""
 LOOKED_AT = 128
@@ -300,7 +301,8 @@ def _convert(kind: str, files: Sequence[Path], directory: Path, setting: str) ->
 
 def _convert_texts(files: Sequence[Path], directory: Path) -> list[str]:
     """Write rows as JSON texts. Return their columns."""
-    schema, columns = pa.schema({_TEXT: pa.large_string()}), dict[str, None]()
+    schema = pa.schema({_TEXT: pa.large_string()})
+    columns = dict[str, None]()
     rows = chain.from_iterable((_csv_rows if f.suffix == ".csv" else _json_rows)(f) for f in files)
     directory.mkdir()
     with (directory / "rows.arrow").open("wb") as sink, pa.ipc.new_stream(sink, schema) as out:
@@ -314,7 +316,8 @@ def _convert_texts(files: Sequence[Path], directory: Path) -> list[str]:
 def _convert_parquet(files: Sequence[Path], directory: Path, setting: str) -> None:
     _require_alike(files, setting)
     named: Any = {"data_files": {"train": [glob.escape(str(file)) for file in files]}}
-    level, bars = datasets.logging.get_verbosity(), not datasets.are_progress_bars_disabled()
+    level = datasets.logging.get_verbosity()
+    bars = not datasets.are_progress_bars_disabled()
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)
     if bars:
         datasets.disable_progress_bars()

@@ -34,7 +34,9 @@ _SPLITS: Mapping[str, Sequence[str]] = {
     "data.validation": ("validation", "test"),
 }
 """Splits to look for, in this order, if an entry names none, by setting."""
-_DICT, _STATE, _INFO = "dataset_dict.json", "state.json", "dataset_info.json"
+_DICT = "dataset_dict.json"
+_STATE = "state.json"
+_INFO = "dataset_info.json"
 """Files that `DatasetDict.save_to_disk` and `Dataset.save_to_disk` write beside the rows."""
 _SMALL_FILE = 16 << 20
 _COMPRESSED = (".gz", ".bz2", ".xz", ".zst", ".zip")
@@ -72,7 +74,8 @@ def pattern_files(path: str, pattern: Path, setting: str) -> tuple[list[Path], s
 
 def folder_files(url: str, setting: str, policy: RetryPolicy | None = None) -> FolderFiles:
     """Select the files of an entry that is a URL, as `entry_files` does for local ones."""
-    remote, part = Remote(url, policy), ""
+    remote = Remote(url, policy)
+    part = ""
     if remote.url.path and remote.stat() is not None:
         return FolderFiles(select(remote, is_data), "")
     listed = remote.files()
@@ -98,7 +101,8 @@ def split_files(hub: HubFiles, setting: str) -> dict[str, int]:
 
     Raises `MissingError` for an unknown subset, split or path, and `UsageError` for other kinds of file.
     """
-    place, listed = hub.place, hub.files()
+    place = hub.place
+    listed = hub.files()
     if place.path:
         names = _below(place.path, list(listed))
     else:
@@ -151,11 +155,13 @@ def _in_folder(
         splits: _Splits = {name: [n for n in data if n.startswith(f"{name}/")] for name in saved}
         subset = ""
     elif {_STATE, _INFO} <= set(listed):
-        splits, subset = {"": data}, ""
+        splits = {"": data}
+        subset = ""
     elif _CONFIGS.match(card):
         subset, splits = _by_datasets(base, part, names, card)
     else:
-        splits, subset = _by_name(data), ""
+        splits = _by_name(data)
+        subset = ""
     if packed and not data:
         raise UsageError(
             f"{base} has compressed files",

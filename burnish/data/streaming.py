@@ -45,7 +45,8 @@ from burnish.records.seeds import derive_seed
 _Window = list[tuple["StreamedFile", int, Any]]
 """Rows in order: file, byte of the line or number of the row, and the line or (table, row in the table)."""
 
-_PIECE, _TAIL = 16 << 20, 1 << 16
+_PIECE = 16 << 20
+_TAIL = 1 << 16
 _ROW = (1 << 32) - 1
 _MOST_BROKEN = 100
 """A run stops after this many consecutive rows that cannot be read."""
@@ -449,7 +450,9 @@ class _Bytes(AbstractBufferedFile):  # type: ignore[misc]
 
     def __init__(self, shard: StreamedFile, begin: int, data: bytes) -> None:
         super().__init__(None, shard.name, cache_type="none", size=shard.size)
-        self._shard, self._begin, self._data = shard, begin, data
+        self._shard = shard
+        self._begin = begin
+        self._data = data
 
     def _fetch_range(self, start: int, end: int) -> bytes:
         first = self._begin

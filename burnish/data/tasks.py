@@ -105,11 +105,13 @@ class RowDataset(ItemSequence[Item]):
         strict: bool = False,
     ) -> None:
         """`setting` names the setting of `limit`, in tokens. `strict`: see `ChatEncoder`."""
-        self.rows, self.first_index = rows, 0
+        self.rows = rows
+        self.first_index = 0
         self._data = data
         self._layout = layout or Layout()
         self._tokenizer = tokenizer
-        self.limit, self._setting = limit, setting
+        self.limit = limit
+        self._setting = setting
         self._most = np.inf if limit is None else limit
         # Arrow fills the keys that a row lacks with nulls.
         self._exact = READERS[PurePath(rows.files[0]).suffix] not in ("parquet", "arrow")
@@ -134,7 +136,9 @@ class RowDataset(ItemSequence[Item]):
             self._kept = self.lengths = np.zeros(0, np.int64)
             self.digest = self.rows.digest
             return
-        total, limit, setting = len(self.rows), self.limit, self._setting
+        total = len(self.rows)
+        limit = self.limit
+        setting = self._setting
         # A limit of the model is named in words, and nobody can raise it.
         do = "shorten the rows" if setting.startswith("the ") else f"raise {setting}"
         lengths, self.digest, warnings = self._lengths(progress or Progress(enabled=False))
@@ -170,8 +174,10 @@ class RowDataset(ItemSequence[Item]):
 
     def _lengths(self, progress: Progress) -> Lengths:
         """Tokenize all rows, unless an earlier start did. Collective."""
-        rows, data = self.rows, self._data.model_dump(exclude={"train", "validation"})
-        kind, ends = type(self).__name__, self._eos
+        rows = self.rows
+        data = self._data.model_dump(exclude={"train", "validation"})
+        kind = type(self).__name__
+        ends = self._eos
         named = (rows.digest, len(rows), rows.keys, kind, self.limit, data, ends, self._strict)
         from burnish.data import length_cache
 
@@ -188,7 +194,8 @@ class RowDataset(ItemSequence[Item]):
 
     def _tokenized(self, bar: Bar, sharing: Layout) -> Lengths:
         """Tokenize this rank's spans of rows; return all ranks'. Collective."""
-        total, starts = len(self.rows), range(0, len(self.rows), _SPAN)
+        total = len(self.rows)
+        starts = range(0, len(self.rows), _SPAN)
         lengths = np.zeros(total, dtype=np.int64)
         digests = np.zeros((len(starts), 2), dtype=np.int64)
         firsts: list[tuple[int, str, str]] = []
@@ -391,7 +398,8 @@ class PromptDataset(RowDataset[Prompt]):
         return answer
 
     def _prompt(self, index: int, row: Row) -> tuple[str, list[Message] | None]:
-        value, name = prompt_at(row, self._column), self.rows.where(index)
+        value = prompt_at(row, self._column)
+        name = self.rows.where(index)
         others = self._beside(row, targets=False)
         if isinstance(value, str) and self._data.string_prompts == "raw":
             self._require_no_chat_settings(name)
@@ -424,7 +432,8 @@ class Mixture(ItemSequence[Item]):
 
     def items(self, indices: Sequence[int]) -> list[Item]:
         """See `ItemSequence.items`."""
-        numbers, made = np.searchsorted(self._ends, indices, side="right"), dict[int, Item]()
+        numbers = np.searchsorted(self._ends, indices, side="right")
+        made = dict[int, Item]()
         for number in set(numbers.tolist()):
             places = np.flatnonzero(numbers == number)
             own = (np.asarray(indices, np.int64)[places] - self._ends[number]).tolist()

@@ -19,7 +19,8 @@ from burnish.data.messages import THOUGHTS, Message, Tools, called
 from burnish.data.tokenizer import render
 from burnish.errors import UsageError
 
-_ONE, _TWO = "qzjxone", "qzjxtwo"
+_ONE = "qzjxone"
+_TWO = "qzjxtwo"
 """Words that no template has."""
 _ASKED: Message = {"role": "user", "content": "hello"}
 _JOIN = "\n"
@@ -75,7 +76,9 @@ class ChatTemplate:
 
     def _fitted(self, message: Message) -> Message:
         """Return the message in the form that the template takes."""
-        role, content, changed = message["role"], message.get("content"), dict[str, Any]()
+        role = message["role"]
+        content = message.get("content")
+        changed = dict[str, Any]()
         takes_text, takes_parts = self._content_forms(role)
         if isinstance(content, list) and not takes_parts:
             content = _JOIN.join(str(part.get("text", "")) for part in content)
@@ -124,7 +127,8 @@ class ChatTemplate:
             asks = {"role": "assistant", "content": "", "tool_calls": [call]}
             return self.rendered([_ASKED, asks]) or ""
 
-        as_object, as_text = written(arguments), written(json.dumps(arguments))
+        as_object = written(arguments)
+        as_text = written(json.dumps(arguments))
         is_plain = f'"{_ONE}"' in as_text and f'\\"{_ONE}' not in as_text
         return (
             is_plain and f'"{_ONE}"' not in as_object and f"'{_ONE}'" in (as_object or f"'{_ONE}'")

@@ -53,7 +53,8 @@ class UnreadWords:
         """A system message that is `system_prompt` comes from `data.system_prompt`. `strict`: see `ChatEncoder`."""
         self._strict = strict
         self.warnings: dict[str, str] = {}
-        self._template, self._system_prompt = template, system_prompt
+        self._template = template
+        self._system_prompt = system_prompt
         self._written: dict[tuple[str, ...], bool] = {}
 
     def check(
@@ -80,7 +81,8 @@ class UnreadWords:
         self, message: Message, piece: _Piece, where: str, is_trained: bool, is_past: bool
     ) -> None:
         """Refuse or note a value that does not reach the text."""
-        role, key = message["role"], piece.key
+        role = message["role"]
+        key = piece.key
         if role == "system" and message["content"] == self._system_prompt:
             raise UsageError(
                 "the chat template leaves out data.system_prompt",
@@ -117,7 +119,8 @@ class UnreadWords:
         is_past: bool,
     ) -> bool:
         """Return whether the template writes this kind of value, which may be in the text by chance."""
-        key, message = piece.key, messages[number]
+        key = piece.key
+        message = messages[number]
         named = self._template.thoughts_key(key) if key in THOUGHTS else key
         is_named = key in (*_READ, "thoughts") or self._template.reads(named)
         is_long = is_named and min(map(len, _leaves(piece.value)), default=_SHORT) >= _SHORT

@@ -45,7 +45,8 @@ class Companion:
         log: TextIO | None = None,
         environ: Mapping[str, str] | None = None,
     ) -> None:
-        self._what, self._log = what, log
+        self._what = what
+        self._log = log
         ours, theirs = socket.socketpair()
         with theirs:
             arguments = (theirs.fileno(), os.getpid(), *descriptors)
@@ -99,7 +100,8 @@ class Companion:
 
     def died(self) -> BurnishError:
         """Return an error that shows how the process ended."""
-        status, lines = self._status(), ""
+        status = self._status()
+        lines = ""
         if self._log is not None:
             self._log.seek(0)
             lines = "".join(["\n", *self._log.readlines()[-_LAST_LINES:]])

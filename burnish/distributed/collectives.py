@@ -87,7 +87,8 @@ def deliver(parcels: Iterable[Parcel], layout: Layout) -> list[bytes]:
 
     Parcels travel dim by dim, slowest first, so neighbouring receivers share one copy.
     """
-    held, below = list(parcels), layout.world
+    held = list(parcels)
+    below = layout.world
     if layout.world == 1:
         return [data for receivers, data in held for _ in receivers]
     for group in reversed(layout.groups or (None,)):
@@ -111,7 +112,8 @@ def _swapped(values: Sequence[T], group: ProcessGroup | None) -> list[T]:
     dist.all_to_all_single(coming, leaving, group=group)
     sent = torch.frombuffer(bytearray().join(packed), dtype=torch.uint8)
     received = torch.empty(int(coming.sum()), dtype=torch.uint8)
-    sizes, ends = coming.tolist(), coming.cumsum(0).tolist()
+    sizes = coming.tolist()
+    ends = coming.cumsum(0).tolist()
     dist.all_to_all_single(received, sent, sizes, leaving.tolist(), group=group)
     data = received.numpy().data
     return [pickle.loads(data[n - size : n]) for n, size in zip(ends, sizes, strict=True)]  # noqa: S301

@@ -45,7 +45,8 @@ def pick_device(local_rank: int, own_device: bool = False) -> torch.device:
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is None or accelerator.type == "mps":
         return torch.device("cpu")
-    index, visible = 0 if own_device else local_rank, torch.accelerator.device_count()
+    index = 0 if own_device else local_rank
+    visible = torch.accelerator.device_count()
     if index >= visible:
         raise UsageError(
             f"there is no {accelerator.type} device for local rank {local_rank}",

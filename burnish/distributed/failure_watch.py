@@ -56,13 +56,16 @@ _GRACE_SECONDS = 5.0
 _HELD_UP_SECONDS = 1.0
 # Seconds that a rank with a broken collective waits to hear which rank failed.
 _VERDICT_SECONDS = 2.0
-_CONNECT_SECONDS, _AGAIN_SECONDS = 60.0, 0.5
+_CONNECT_SECONDS = 60.0
+_AGAIN_SECONDS = 0.5
 # Seconds of silence before TCP sends the first probe, seconds between probes, and number of probes.
 _KEEP_ALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
 # Connections that may wait to be accepted; seconds before the relay tries again when descriptors have run out.
-_BACKLOG, _FULL_SECONDS = 4096, 1.0
+_BACKLOG = 4096
+_FULL_SECONDS = 1.0
 # Most bytes of a message, and most characters of each log line in it.
-_LONGEST_LINE, _LONGEST_SHOWN = 1 << 20, 500
+_LONGEST_LINE = 1 << 20
+_LONGEST_SHOWN = 500
 
 _log = logging.getLogger(__name__)
 
@@ -151,7 +154,8 @@ class FailureWatch:
 
     def _alarm(self, still: float) -> None:
         """Tell the relay that this rank stands still. If it does not ask back, blame rank 0."""
-        now, limits = time.monotonic(), self._limits
+        now = time.monotonic()
+        limits = self._limits
         self._unanswered = self._unanswered or now
         if now - self._unanswered > 2 * limits.pause + limits.answer and 0 < limits.stall <= still:
             main = Failure(0, self._contact["host"], self._contact["pid"])
@@ -279,7 +283,8 @@ class _Relay(threading.Thread):
         self._ranks: dict[int, tuple[Process, asyncio.StreamWriter]] = {}
         self._limits = limits
         self._answers: dict[int, Answer] = {}
-        self._full_answers, self._complete = 0, asyncio.Event()
+        self._full_answers = 0
+        self._complete = asyncio.Event()
         self._asking: asyncio.Task[None] | None = None
         self._has_reported = False
         address, port = self._listener.getsockname()[:2]
@@ -363,7 +368,9 @@ class _Relay(threading.Thread):
 
     async def _ask(self) -> None:
         """Ask all ranks; if they stand still, report on them, and end the run after `stall` seconds."""
-        self._answers, self._complete, self._full_answers = {}, asyncio.Event(), 0
+        self._answers = {}
+        self._complete = asyncio.Event()
+        self._full_answers = 0
         there = {rank: process for rank, (process, _) in self._ranks.items()}
         self._broadcast({"ask": True})
         with suppress(TimeoutError):
@@ -371,7 +378,8 @@ class _Relay(threading.Thread):
         answers = {rank: each for rank, each in self._answers.items() if "still" in each}
         silent = sorted(there.keys() - answers.keys())
         still = sorted(each["still"] for each in answers.values()) or [0.0]
-        shortest, timeout = still[0], self._limits.timeout
+        shortest = still[0]
+        timeout = self._limits.timeout
         ends = 0 < self._limits.stall <= shortest
         fails_soon = still[-1] >= SHARE_OF_TIMEOUT * timeout and shortest >= timeout / 2
         if ends or (fails_soon and not self._has_reported):

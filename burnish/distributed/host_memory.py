@@ -33,7 +33,8 @@ class Arena:
     """
 
     def __init__(self, device: torch.device, least: int = _LEAST) -> None:
-        self._device, self._least = device, least
+        self._device = device
+        self._least = least
         self._regions: list[_Region] = []
         self._taking = Lock()  # several threads read a checkpoint
         self._returned: deque[tuple[_Region, int, int]] = deque()

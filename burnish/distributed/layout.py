@@ -106,7 +106,8 @@ def indivisible(sizes: ModelSizes, engine: EngineConfig) -> Iterator[UsageError]
 
 def _by_torch(sizes: ModelSizes, engine: EngineConfig) -> Iterator[UsageError]:
     multiple = _ROW_BYTES // (4 if engine.precision == "fp32" else 2)
-    tensor, width = engine.tensor_parallel, sizes.expert_intermediate
+    tensor = engine.tensor_parallel
+    width = sizes.expert_intermediate
     if sizes.experts and (width % (tensor * multiple) or sizes.hidden % multiple):
         yield UsageError(
             "grouped matrix products cannot take experts of these widths",
@@ -118,7 +119,8 @@ def _by_torch(sizes: ModelSizes, engine: EngineConfig) -> Iterator[UsageError]:
 
 
 def _by_megatron(sizes: ModelSizes, engine: EngineConfig) -> Iterator[UsageError]:
-    name, tensor = "engine.tensor_parallel", engine.tensor_parallel
+    name = "engine.tensor_parallel"
+    tensor = engine.tensor_parallel
     yield from _division(name, tensor, sizes.heads, "attention heads")
     yield from _division(name, tensor, sizes.key_heads, "key heads", or_multiple=True)
     fused = (sizes.heads + 2 * sizes.key_heads) * sizes.head_dim
@@ -144,7 +146,8 @@ def _by_megatron(sizes: ModelSizes, engine: EngineConfig) -> Iterator[UsageError
 def _experts(sizes: ModelSizes, engine: EngineConfig) -> Iterator[UsageError]:
     tensor = engine.tensor_parallel
     if sizes.experts:
-        name, within = "engine.expert_tensor_parallel", engine.expert_tensor_parallel or tensor
+        name = "engine.expert_tensor_parallel"
+        within = engine.expert_tensor_parallel or tensor
         yield from _division(
             "engine.expert_parallel", engine.expert_parallel, sizes.experts, "experts"
         )

@@ -32,11 +32,13 @@ _TIMEOUT = re.compile(r"Timed out waiting \d+ms for|Watchdog caught collective o
 _END_WAIT = timedelta(seconds=5)
 # Seconds that rank 0 waits for others before it reports that it waits.
 _SILENT_SECONDS = 20.0
-_COUNT, _ALL = "count", "all"
+_COUNT = "count"
+_ALL = "all"
 # How long a rank waits for the list of absent ranks, which another rank makes.
 _NAMES_WAIT = timedelta(seconds=30)
 # Up to _MESH ranks, each rank connects to all others. More ranks send small messages within groups of at most _GROUP.
-_MESH, _GROUP = 256, 8
+_MESH = 256
+_GROUP = 8
 # File descriptors that a rank needs besides its connections.
 _OWN_FILES = 512
 
@@ -49,7 +51,8 @@ def connect_lazily(layout: Layout) -> None:
 
 def group_sizes(world: int, most: int = _GROUP) -> list[int]:
     """Factor `world` into the dims of a grid, each at most `most` if possible."""
-    sizes, left = list[int](), world
+    sizes = list[int]()
+    left = world
     while left > 1:
         fitting = (*range(min(most, left), 1, -1), *range(most + 1, left + 1))
         sizes.append(next(n for n in fitting if left % n == 0))
@@ -62,7 +65,8 @@ def in_groups(layout: Layout, timeout: timedelta, mesh: int = _MESH, most: int =
 
     gloo passes messages around a ring. A grid of 16,000 ranks takes 27 hops, one ring 15,999.
     """
-    groups, below = list[dist.ProcessGroup](), 1
+    groups = list[dist.ProcessGroup]()
+    below = 1
     for size in group_sizes(layout.world, most) if layout.world > mesh else ():
         first = layout.rank // (below * size) * (below * size) + layout.rank % below
         ranks = range(first, first + below * size, below)
@@ -80,7 +84,8 @@ def by_machine(layout: Layout, timeout: timedelta) -> Layout:
     if size == 1 or places != [(rank % size, size) for rank in range(layout.world)]:
         return layout
     first = layout.rank - layout.local_rank
-    within, across = range(first, first + size), range(layout.local_rank, layout.world, size)
+    within = range(first, first + size)
+    across = range(layout.local_rank, layout.world, size)
     groups = (
         dist.new_group(ranks, timeout, "gloo", use_local_synchronization=True)
         for ranks in (within, across)
@@ -157,7 +162,8 @@ def arrive(store: Store, layout: Layout, point: str) -> None:
 def await_everybody(store: Store, layout: Layout, timeout: timedelta, point: str) -> None:
     """Wait until all ranks have arrived at a point. Raises `BurnishError` naming absent ranks."""
     arrive(store, layout, point)
-    everybody, end = [f"{point}/{_ALL}"], time.monotonic() + timeout.total_seconds()
+    everybody = [f"{point}/{_ALL}"]
+    end = time.monotonic() + timeout.total_seconds()
     with named_absence(store, layout, timeout, point):
         report_at = min(end, time.monotonic() + _SILENT_SECONDS)
         while layout.is_main and not store.check(everybody):  # torch warns of waits that time out

@@ -85,7 +85,8 @@ def process_group(
     collective that timed out.
     """
     place = place_of(os.environ) if place is None else place
-    layout, timeout = place.layout, timedelta(seconds=timeout_seconds)
+    layout = place.layout
+    timeout = timedelta(seconds=timeout_seconds)
     backend = backend_of(device)
     if device.type != "cpu":
         torch.accelerator.set_device_index(device.index or 0)

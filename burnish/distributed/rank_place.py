@@ -34,7 +34,8 @@ def layout_of(
     environ: Mapping[str, str], rank_name: str, world_name: str, local_name: str, local_world: int
 ) -> Layout:
     """Read rank, world and local rank from these variables. Raises `UsageError`."""
-    world, rank = number_of(environ, world_name), number_of(environ, rank_name)
+    world = number_of(environ, world_name)
+    rank = number_of(environ, rank_name)
     local_rank = number_of(environ, local_name, default=0 if world == 1 else None)
     if world < 1 or not 0 <= rank < world or local_rank < 0 or local_world < 1:
         raise UsageError(

@@ -26,7 +26,8 @@ _TICK_SECONDS = 0.25
 # A thread that waits for a core during so large a share of the time is crowded out; alone it is one percent.
 _CROWDED = 0.1
 # Ticks in a row after which threads count as crowded out, and as alone again.
-_CROWDED_TICKS, _CALM_TICKS = 2, 8
+_CROWDED_TICKS = 2
+_CALM_TICKS = 8
 # With more teams than this, their threads would cost more than the spinning.
 _MOST_TEAMS = 16
 # Elements of a tensor for each thread that an operation of torch uses.
@@ -78,16 +79,21 @@ def _waited() -> Mapping[str, float]:
 
 
 def _watch(end: Event, teams: int) -> None:
-    crowded, calm, is_told = 0, 0, False
+    crowded = 0
+    calm = 0
+    is_told = False
     release: Event | None = None
-    before, since = _waited(), time.monotonic()
+    before = _waited()
+    since = time.monotonic()
     while not end.wait(_TICK_SECONDS):
-        waited, now = _waited(), time.monotonic()
+        waited = _waited()
+        now = time.monotonic()
         longest = max((waited[task] - before.get(task, 0.0) for task in waited), default=0.0)
         is_crowded = longest > _CROWDED * (now - since)
         crowded = crowded + 1 if is_crowded else 0
         calm = 0 if is_crowded else calm + 1
-        before, since = waited, now
+        before = waited
+        since = now
         if release is None and crowded >= _CROWDED_TICKS:
             release = Event()
             for _ in range(teams):

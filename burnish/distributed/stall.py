@@ -35,11 +35,14 @@ from burnish.tracking import logs
 _MACHINERY = ("torch", "burnish.distributed", "burnish.boxes")
 # Number of stacks to remember. A loop that only waits repeats a few stacks.
 _REMEMBERED = 16
-_TICK_SECONDS, _LONGEST_PAUSE, _LONGEST_ANSWER = 5.0, 60.0, 30.0
+_TICK_SECONDS = 5.0
+_LONGEST_PAUSE = 60.0
+_LONGEST_ANSWER = 30.0
 _WRITING_SECONDS = 2.0
 SHARE_OF_TIMEOUT = 0.9
 """Share of a collective's time-out after which ranks report."""
-_MOST_GROUPS, _MOST_RECORDED = 64, 3
+_MOST_GROUPS = 64
+_MOST_RECORDED = 3
 _COLLECTIVE = re.compile(
     r"_?(all_|reduce|broadcast|barrier|monitored_barrier|gather|scatter|send|recv)"
 )
@@ -88,11 +91,14 @@ class Watchdog(threading.Thread):
 
     def __init__(self, limits: StallLimits, alarm: Callable[[float], None]) -> None:
         super().__init__(name="burnish-watchdog", daemon=True)
-        self._main, self._alarm, self._limits = threading.get_ident(), alarm, limits
+        self._main = threading.get_ident()
+        self._alarm = alarm
+        self._limits = limits
         self._tick = min(_TICK_SECONDS, limits.first / 8)
         self._stopped = threading.Event()
         self._seen: deque[int] = deque(maxlen=_REMEMBERED)
-        self._moves, self._phase = 0, ""
+        self._moves = 0
+        self._phase = ""
         self._moved_at = self._phase_at = time.monotonic()
         self._device = current_device()  # another thread's current device is the first
 
@@ -112,22 +118,26 @@ class Watchdog(threading.Thread):
         self._stopped.set()
 
     def _still(self, now: float) -> float:
-        spans, frame = logs.spans(), sys._current_frames().get(self._main)
+        spans = logs.spans()
+        frame = sys._current_frames().get(self._main)
         if spans is None:  # the run has not begun
             self._moved_at = now
             return 0.0
         if spans.path != self._phase:
-            self._phase, self._phase_at = spans.path, now
+            self._phase = spans.path
+            self._phase_at = now
         places = [(id(each.f_code), each.f_lasti) for each, _ in traceback.walk_stack(frame)]
         place = hash(tuple(places)) if frame is not None else 0
         if spans.moves != self._moves or place not in self._seen:
-            self._moves, self._moved_at = spans.moves, now
+            self._moves = spans.moves
+            self._moved_at = now
             self._seen.append(place)
         return now - self._moved_at
 
     def answer(self) -> Answer:
         """Return where this process is."""
-        frames, spans = sys._current_frames(), logs.spans()
+        frames = sys._current_frames()
+        spans = logs.spans()
         stack = stack_of(frames.get(self._main))
         if stack and stack[-1][0].f_code.co_name == "_engine_run_backward":
             # An accelerator's backward pass runs in threads of torch.

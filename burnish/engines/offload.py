@@ -92,7 +92,8 @@ def _waves(
         own = slots * weight.nbytes
         if wave and size + own > WAVE:
             yield wave
-            wave, size = [], 0
+            wave = []
+            size = 0
         wave.append((weight, gradient))
         size += own
     if wave:

@@ -59,10 +59,13 @@ class ShardedEngine(Engine):
         device: torch.device,
         arena: Arena,
     ) -> None:
-        self._config, self._device = config, device
+        self._config = config
+        self._device = device
         self._router_sizes = router_sizes(hf_config)
-        self.layout, self.arena = layout, arena
-        self.skipped_in_a_row, self.passed = 0, Passed()
+        self.layout = layout
+        self.arena = arena
+        self.skipped_in_a_row = 0
+        self.passed = Passed()
 
     @property
     def steps(self) -> int:
@@ -112,7 +115,9 @@ class ShardedEngine(Engine):
         return batch, factors, Stats({"moe/load_imbalance": Mean(imbalance, 1.0)})
 
     def _plan(self, micro: MicroBatch) -> ScoringPlan:
-        ids, ends, mask = micro.input_ids, micro.cu_seqlens, micro.loss_mask
+        ids = micro.input_ids
+        ends = micro.cu_seqlens
+        mask = micro.loss_mask
         return ScoringPlan.of(ids, ends, mask, self._device, *self._sharing)
 
     def _routing(

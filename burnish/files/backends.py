@@ -356,7 +356,9 @@ class FileBackend(Backend):
 
     def write(self, path: str, source: Bytes | Path, pulse: Pulse) -> None:
         """See `RemoteDestination.write`."""
-        target, size, offset = Path(path), _size_of(source), 0
+        target = Path(path)
+        size = _size_of(source)
+        offset = 0
         make_dirs_durably(LOCAL, target.parent, above=2)
         with replacing(LOCAL, target, size, _UNFINISHED) as file:
             for piece in _pieces_of(source):

@@ -104,7 +104,8 @@ def move_aside(storage: LocalStorage, path: Path, directory: Path) -> Path:
     """Rename something into `directory` durably; return its new path. A taken name gets a number."""
     storage.make_dirs(directory)
     taken = {entry.name for entry in storage.entries(directory)}
-    name, number = path.name, 1
+    name = path.name
+    number = 1
     while name in taken:
         number += 1
         name = f"{path.name}.{number}"

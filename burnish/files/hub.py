@@ -72,7 +72,8 @@ class HubPlace:
                     do="correct the URL",
                 )
             path = (found["path"] or "").strip("/")
-            revision, part = found["revision"] or "", found["part"] or ""
+            revision = found["revision"] or ""
+            part = found["part"] or ""
             return cls(given, found["repo"], revision, part, path, is_url=True)
         match = None if is_url(text) else ID.fullmatch(text)
         if match is None or PurePosixPath(match["repo"]).suffix in _FILES or Path(text).exists():
@@ -84,7 +85,8 @@ class HubPlace:
     def __str__(self) -> str:
         scheme = f"hf://{'datasets/' if self.kind == 'dataset' else ''}" if self.is_url else ""
         revision = f"@{self.revision}" if self.revision else ""
-        path, part = (self.path and f"/{self.path}"), (self.part and f":{self.part}")
+        path = self.path and f"/{self.path}"
+        part = self.part and f":{self.part}"
         return f"{scheme}{self.repo}{revision}{path}{part}"
 
     @property

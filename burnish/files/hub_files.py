@@ -73,7 +73,8 @@ class HubFiles:
 
     def names(self) -> list[str]:
         """Return the names of files directly in the directory."""
-        folder, paths = PurePosixPath(self.place.path), map(PurePosixPath, self.files())
+        folder = PurePosixPath(self.place.path)
+        paths = map(PurePosixPath, self.files())
         return [path.name for path in paths if path.parent == folder]
 
     def fetch(self, names: Sequence[str], *, shown: bool = False) -> Path:
@@ -104,7 +105,8 @@ class HubFiles:
         from huggingface_hub import constants, hf_hub_url, try_to_load_from_cache
 
         http: Any = import_module("huggingface_hub.utils")
-        named, size = {"repo_type": self.place.kind, "revision": self.place.revision}, len(buffer)
+        named = {"repo_type": self.place.kind, "revision": self.place.revision}
+        size = len(buffer)
         held = try_to_load_from_cache(self.place.repo, name, **named)
         headers = http.build_hf_headers() | {"range": f"bytes={offset}-{offset + size - 1}"}
         url = hf_hub_url(self.place.repo, name, **named)

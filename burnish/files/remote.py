@@ -212,7 +212,8 @@ class Remote:
         return self.url.below(name).key
 
     def _retry(self, name: str, done: str, call: Callable[[RemoteDestination, str, Pulse], T]) -> T:
-        key, url = self._key(name), self.url.below(name)
+        key = self._key(name)
+        url = self.url.below(name)
         backend = self._connection.backend(writes=done in _CHANGES)
         faults: tuple[type[Exception], ...] = (*backend.faults, TimeoutError)
 
@@ -327,7 +328,8 @@ def retry(
     A daemon thread runs it, so that a hung library can be abandoned. Raises the last error; `HungError` for a hang.
     """
     chance = random.SystemRandom()  # not the generator that users seed
-    failed_at, failures = None, 0
+    failed_at = None
+    failures = 0
     while True:
         try:
             return _run(attempt, policy.silence)

@@ -235,7 +235,8 @@ class _Copy:
     def _check_room(self, done: Mapping[tuple[str, int], str]) -> None:
         root = self.path.parent
         present = sum(_size(self._partial / file.name) or 0 for file in self._files) if done else 0
-        needed, free = self._bytes - present + _RESERVE, LOCAL.free_bytes(root)
+        needed = self._bytes - present + _RESERVE
+        free = LOCAL.free_bytes(root)
         if needed > free:
             raise BurnishError(
                 f"there is no room to copy {self._remote.url} to {root}",

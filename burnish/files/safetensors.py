@@ -36,7 +36,8 @@ DTYPE_BITS: Mapping[str, int] = {
 }  # fmt: skip
 """Bits per element of every dtype the format knows."""
 
-_MAX_ELEMENTS, _MAX_DIMS = 1 << 63, 16
+_MAX_ELEMENTS = 1 << 63
+_MAX_DIMS = 16
 # Most occurrences of each mark in a header. A tensor has a pair of braces, two lists and ten quotation marks.
 _MAX_MARKS = {
     b"{": MAX_TENSORS + 2,
@@ -190,7 +191,9 @@ def _parse(path: PurePath, data: bytes, start: int) -> list[TensorEntry]:
 def _entry(path: PurePath, name: str, value: Any, start: int) -> TensorEntry:
     if not isinstance(value, dict) or value.keys() != _FIELDS:
         raise _corrupt(path, f"describes tensor {name} wrongly", value)
-    dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
+    dtype = value["dtype"]
+    shape = value["shape"]
+    offsets = value["data_offsets"]
     if not isinstance(dtype, str) or dtype not in DTYPE_BITS:
         raise _corrupt(path, f"gives tensor {name} an unknown dtype", dtype, ", ".join(DTYPE_BITS))
     elements = math.prod(shape) if _are_counts(shape, _MAX_DIMS) else _MAX_ELEMENTS
@@ -248,7 +251,8 @@ _PICKLED = re.compile(
 _PART = re.compile(rf"(.+)-[0-9]{{5}}-of-([0-9]{{5}}){re.escape(SUFFIX)}")
 _INDEX_LIMIT = 64 << 20
 # Samples of each file, evenly spaced, and the bytes of a sample.
-_SAMPLES, _SAMPLE_BYTES = 64, 4096
+_SAMPLES = 64
+_SAMPLE_BYTES = 4096
 
 
 def weight_files(directory: Path) -> list[Path]:
@@ -288,10 +292,12 @@ def _require_one_model(
     whole = sorted(({INDEX, _SINGLE} & there) | own)
     others = sorted((own | ({_SINGLE} & there)) - set(names))
     if ADAPTER_CONFIG in there and whole:
-        have, do = f"{ADAPTER_CONFIG} and {few(whole)}", "put the adapter into its own directory"
+        have = f"{ADAPTER_CONFIG} and {few(whole)}"
+        do = "put the adapter into its own directory"
     elif others:
         read = f"{INDEX}, which lists {few(names)}," if INDEX in there else few(names)
-        have, do = f"{read} and {few(others)}", "remove those that are not the model's"
+        have = f"{read} and {few(others)}"
+        do = "remove those that are not the model's"
     else:
         return
     raise IncompatibleError(
@@ -361,7 +367,8 @@ def _with_missing_parts(names: set[str]) -> list[str]:
     """Add missing files to those numbered as parts."""
     for name in list(names):
         if match := _PART.fullmatch(name):
-            stem, count = match[1], int(match[2])
+            stem = match[1]
+            count = int(match[2])
             names |= {f"{stem}-{n:05d}-of-{count:05d}{SUFFIX}" for n in range(1, count + 1)}
     return sorted(names)
 
@@ -374,7 +381,8 @@ def model_digest(directory: Path) -> str:
     """
     digest = hashlib.sha256((directory / "config.json").read_bytes())
     for path in weight_files(directory):
-        size, first = path.stat().st_size, read_header(path).size
+        size = path.stat().st_size
+        first = read_header(path).size
         digest.update(f"{path.name} {size} {first}\n".encode())
         with path.open("rb") as file:
             digest.update(file.read(first))

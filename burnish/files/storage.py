@@ -86,7 +86,8 @@ class LocalFile(Closing):
             count = os.preadv(self._descriptor, [left], offset)
             if count == 0:
                 raise EOFError(f"the file ends {len(left)} bytes too early, at byte {offset}")
-            left, offset = left[count:], offset + count
+            left = left[count:]
+            offset = offset + count
 
     def pwrite(self, data: Bytes, offset: int) -> None:
         """Write all data, in as many writes as needed."""
@@ -95,7 +96,8 @@ class LocalFile(Closing):
             count = os.pwrite(self._descriptor, left, offset)
             if count == 0:
                 raise OSError(errno.EIO, "the system wrote nothing")
-            left, offset = left[count:], offset + count
+            left = left[count:]
+            offset = offset + count
 
     def sync(self) -> None:
         """Flush data and length to the disk."""

@@ -70,5 +70,8 @@ _DECODER = json.JSONDecoder(
 
 
 _SHOWN = Repr()
-_SHOWN.maxlist = _SHOWN.maxdict = 40
-_SHOWN.maxstring = _SHOWN.maxother = _SHOWN.maxlong = 200
+_SHOWN.maxlist = 40
+_SHOWN.maxdict = 40
+_SHOWN.maxstring = 200
+_SHOWN.maxother = 200
+_SHOWN.maxlong = 200

@@ -14,7 +14,8 @@ from burnish.errors import BurnishError, UsageError
 from burnish.tracking import logs
 
 _EQUAL_FAILURES = 3
-_NAME, _LONGEST_LINE = "failures.jsonl", 300
+_NAME = "failures.jsonl"
+_LONGEST_LINE = 300
 # Parts of an error's text that differ from rank to rank.
 _OTHERS = re.compile(r"^rank \d+ \(.*?\) (?=failed|died)| while rank \d+ was in .*")
 
@@ -52,9 +53,11 @@ def refuse_failing_alike(directory: Path) -> None:
 
 def _head(error: Exception) -> str:
     """Return an error's kind and first line without numbers, which differ from start to start."""
-    kind, text = f"{type(error).__name__}: ", str(error)
+    kind = f"{type(error).__name__}: "
+    text = str(error)
     if isinstance(error, BurnishError):
         is_anothers = error.printed_by_main and error.have is not None
-        kind, text = "", str(error.have) if is_anothers else error.problem
+        kind = ""
+        text = str(error.have) if is_anothers else error.problem
     line = _OTHERS.sub("", text).strip().partition("\n")[0]
     return re.sub(r"\d+", "#", kind + line)[:_LONGEST_LINE]

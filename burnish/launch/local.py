@@ -96,7 +96,8 @@ class _LocalAttempt:
             self._ranks.append(RankProcess(argv, environ, cwd=os.getcwd(), keeps=keeps))
 
     def poll(self, seconds: float) -> Mapping[int, int]:
-        until, before = time.monotonic() + seconds, len(self._ended)
+        until = time.monotonic() + seconds
+        before = len(self._ended)
         while True:
             for rank, process in enumerate(self._ranks):
                 if rank not in self._ended and (status := process.poll()) is not None:

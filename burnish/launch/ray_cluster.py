@@ -31,8 +31,11 @@ _PASSED = ("BURNISH_", "GLOO_", "HF_", "NCCL_", "OMP_", "PYTORCH_", "TOKENIZERS_
 _OURS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 # The status of a rank whose actor is gone, as if the system had killed it.
 _LOST = -signal.SIGKILL
-_ANSWER_SECONDS, _ALL_LINES, _PAUSE_SECONDS = 1.0, 1 << 14, 0.05
-_SERVERS_SECONDS, _MOST_STARTS = 1.0, 10
+_ANSWER_SECONDS = 1.0
+_ALL_LINES = 1 << 14
+_PAUSE_SECONDS = 0.05
+_SERVERS_SECONDS = 1.0
+_MOST_STARTS = 10
 
 log = logging.getLogger("burnish")
 
@@ -46,7 +49,8 @@ class _RankActor:
         address = ray.util.get_node_ip_address()
         ids = context.get_accelerator_ids()
         devices: list[str] = next((ids[kind] for kind in _DEVICES if ids.get(kind)), [])
-        node, port = context.get_node_id(), str(free_port())
+        node = context.get_node_id()
+        port = str(free_port())
         return {"node": node, "address": address, "port": port, "devices": devices}
 
     def start(self, argv: Sequence[str], environ: Mapping[str, str], cwd: str, keeps: int) -> None:
@@ -85,11 +89,13 @@ class _Placed:
 
     def take(self) -> list[str]:
         """Take the answer, which has arrived; return its lines."""
-        answer, self.polled = self.polled, None
+        answer = self.polled
+        self.polled = None
         try:
             self.status, lines = ray.get(answer) or (None, [])
         except RayError as error:
-            self.status, lines = _LOST, [f"its actor is gone: {str(error).partition(chr(10))[0]}"]
+            self.status = _LOST
+            lines = [f"its actor is gone: {str(error).partition(chr(10))[0]}"]
         return lines
 
 
@@ -99,13 +105,15 @@ class _RayAttempt:
     def __init__(
         self, group: PlacementGroup, actors: Sequence[Any], keep_servers: Callable[[], None]
     ) -> None:
-        self._group, self._keep_servers = group, keep_servers
+        self._group = group
+        self._keep_servers = keep_servers
         self._ranks = [_Placed(actor) for actor in actors]
         self._ended: dict[int, int] = {}
 
     def poll(self, seconds: float) -> Mapping[int, int]:
         self._keep_servers()
-        until, before = time.monotonic() + seconds, len(self._ended)
+        until = time.monotonic() + seconds
+        before = len(self._ended)
         while len(self._ended) == before and (left := until - time.monotonic()) > 0:
             asked = {}
             for rank, placed in enumerate(self._ranks):
@@ -252,7 +260,8 @@ class RayLauncher:
         try:
             places = ray.get([actor.where.remote() for actor in actors])
             order = sorted(range(world), key=lambda at: (places[at]["address"], places[at]["node"]))
-            actors, places = [actors[at] for at in order], [places[at] for at in order]
+            actors = [actors[at] for at in order]
+            places = [places[at] for at in order]
             master = {"MASTER_ADDR": places[0]["address"], "MASTER_PORT": places[0]["port"]}
             environs = [
                 {**environ, **master, "TORCHELASTIC_RESTART_COUNT": str(attempt)}

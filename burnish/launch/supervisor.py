@@ -77,7 +77,8 @@ class Supervisor:
         is_possible: Callable[[int], bool] = lambda world: True,
     ) -> None:
         """`world` is the wanted number of processes; `is_possible` tells which others have a layout."""
-        self._launcher, self._settings = launcher, settings
+        self._launcher = launcher
+        self._settings = settings
         self._wanted = self._world = world
         self._is_possible = is_possible
         self._signals: list[int] = []
@@ -156,7 +157,9 @@ class Supervisor:
         return larger, rank, status
 
     def _watched(self, started: Attempt) -> tuple[int, Mapping[int, int]]:
-        asked, larger, deadline = False, 0, float("inf")
+        asked = False
+        larger = 0
+        deadline = float("inf")
         while True:
             while self._passed_on < len(self._signals):
                 started.send(self._signals[self._passed_on])

@@ -122,7 +122,8 @@ def _with_own_head(config: PretrainedConfig, directory: Path) -> PretrainedConfi
     is_tied = getattr(config, "tie_word_embeddings", False) and not has_value_head(config)
     if not is_tied or not any(directory.glob(f"*{SUFFIX}")):
         return config
-    tied, composite = tied_names(build_on_meta(config)), composite_of(str(directory), config)
+    tied = tied_names(build_on_meta(config))
+    composite = composite_of(str(directory), config)
     with SafetensorsSource(directory, tied, composite) as source:
         heads = source.untied()
     if heads:
@@ -242,7 +243,8 @@ def _align_special_tokens(
 ) -> None:
     """Set the special tokens that the tokenizer has, as transformers' Trainer does. Further eos tokens stay."""
     for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
-        token, given = getattr(tokenizer, name), getattr(config, name, None)
+        token = getattr(tokenizer, name)
+        given = getattr(config, name, None)
         if token is None:
             continue
         # Any of several tokens ends a completion. In config.json only lists have several.
@@ -414,7 +416,8 @@ class SafetensorsSource(Closing):
         packed = self._packed_shape(spec.name)
         found = self._find(spec.name) if packed is None else f"{spec.name}_blocks"
         location = self._reader.locations[found]
-        entry, path = location.entry, self.directory / location.file
+        entry = location.entry
+        path = self.directory / location.file
         shape = packed or entry.shape
         if shape != spec.shape:
             raise IncompatibleError(
@@ -466,7 +469,8 @@ class FreshSource:
         current: str | None = None
         values: dict[str, Tensor] = {}
         for shard in shards:
-            spec, region = shard.spec, self._regions.get(shard.spec.name)
+            spec = shard.spec
+            region = self._regions.get(shard.spec.name)
             if region is None:
                 known = few(list(self._regions))
                 raise MissingError(f"the model has no tensor {spec.name}", have=known)
@@ -479,7 +483,8 @@ class FreshSource:
             module_name = region.parameter.rpartition(".")[0]
             if module_name != current:
                 values.clear()
-                current, values = module_name, self._draw(module_name)
+                current = module_name
+                values = self._draw(module_name)
             whole = values[region.parameter.rpartition(".")[2]][region.box.slices]
             shard.tensor.detach().copy_(whole.view(region.shape)[shard.box.slices])
 

@@ -65,7 +65,8 @@ class LogprobOptions:
     @property
     def factors(self) -> tuple[float, float | None]:
         """Return a and b: z = a · W h, or b · tanh(a · W h)."""
-        scale, cap = self.transform.scale, self.transform.softcap
+        scale = self.transform.scale
+        cap = self.transform.softcap
         if cap is None:
             return scale / self.temperature, None
         return scale / cap, cap / self.temperature
@@ -101,7 +102,8 @@ class _TokenLogprobs(torch.autograd.Function):
         sums, last = _softmax_sums(hidden, weight, columns, options)
         top, total, dot, chosen = sums if part is None else part.merged(sums)
         log_total = total.log()
-        logprobs, entropy = chosen - log_total, log_total - dot / total
+        logprobs = chosen - log_total
+        entropy = log_total - dot / total
         ctx.save_for_backward(hidden, weight, columns, log_total + top, entropy)
         ctx.options = options
         # The backward pass starts with the last chunk's logits and overwrites them; a second one recomputes them.
@@ -139,7 +141,8 @@ def _softmax_sums(
     hidden: Tensor, weight: Tensor, columns: Tensor, options: LogprobOptions
 ) -> tuple[Tensor, Tensor | None]:
     # Returns m, S, D and z_y - m [4, N], and the last chunk's logits; z_y - m is -∞ where `columns` is -1.
-    exact, kernels = _exact_dtype(hidden), _kernels(hidden)
+    exact = _exact_dtype(hidden)
+    kernels = _kernels(hidden)
     sums = torch.empty(4, len(hidden), dtype=exact, device=hidden.device)
     logits = None
     for rows in _slices(len(hidden), options.chunk):
@@ -156,7 +159,8 @@ def _softmax_sums(
 def _sums_of(
     logits: Tensor, columns: Tensor, options: LogprobOptions, exact: torch.dtype
 ) -> Tensor:
-    z, column = _transformed(logits, options, exact)[0], columns[:, None]
+    z = _transformed(logits, options, exact)[0]
+    column = columns[:, None]
     top = z.amax(dim=-1, keepdim=True)
     exponents = z.sub_(top)
     chosen = exponents.gather(1, column.clamp(min=0)).masked_fill(column < 0, -torch.inf)

@@ -72,17 +72,22 @@ def regions_of(
     `mlp.experts.local_experts.N.linear_fc1.weight`; `shape` is that of the rank's part. `expert` cuts
     experts, `tensor` all else. Raises `IncompatibleError` for an unknown parameter.
     """
-    layer, prefix, seat = _LAYER.fullmatch(parameter), "", tensor
+    layer = _LAYER.fullmatch(parameter)
+    prefix = ""
+    seat = tensor
     projections = ("gate_proj", "up_proj", "down_proj")
     if layer is None:
         cut, name = OUTSIDE_LAYERS.get(parameter, ("", ""))
         if parameter == "output_layer.weight" and sizes.tied:
             cut, name = OUTSIDE_LAYERS["embedding.word_embeddings.weight"]
     else:
-        prefix, rest = f"model.layers.{layer[1]}.", layer[2]
+        prefix = f"model.layers.{layer[1]}."
+        rest = layer[2]
         module = sizes.family.experts_module
         if of_expert := _EXPERT.fullmatch(rest):
-            rest, seat, projections = f"mlp.{of_expert[2]}", expert, sizes.family.expert_projections
+            rest = f"mlp.{of_expert[2]}"
+            seat = expert
+            projections = sizes.family.expert_projections
             module = f"{module}.experts.{of_expert[1]}"
         cut, name = IN_LAYER.get(rest, ("", ""))
         if of_expert or rest == "mlp.router.weight":
@@ -94,7 +99,8 @@ def regions_of(
             do="train this model with engine.kind=torch",
         )
     seat = MegatronSlot() if cut == "whole" else seat
-    dim, halves = int(cut == "columns"), 2 if cut == "gated" else 1
+    dim = int(cut == "columns")
+    halves = 2 if cut == "gated" else 1
     size = shape[dim] * seat.ranks
     if cut == "qkv":
         spans = list(_by_group(name, sizes))

@@ -15,13 +15,15 @@ from burnish.boxes.box import Box, whole
 from burnish.boxes.shards import Shard
 from burnish.boxes.tensor_reader import TensorInfo, TensorReader
 
-BLOCKS, SCALES = "_blocks", "_scales"
+BLOCKS = "_blocks"
+SCALES = "_scales"
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
 def plain_shape(tensors: Mapping[str, TensorInfo], name: str) -> tuple[int, ...] | None:
     """Return the shape of a weight that is stored in MXFP4; None if it is not."""
-    blocks, scales = tensors.get(name + BLOCKS), tensors.get(name + SCALES)
+    blocks = tensors.get(name + BLOCKS)
+    scales = tensors.get(name + SCALES)
     if blocks is None or scales is None or (*scales.shape, 16) != blocks.shape:
         return None
     is_packed = blocks.dtype == scales.dtype == torch.uint8 and len(blocks.shape) == 4

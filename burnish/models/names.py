@@ -124,7 +124,8 @@ def local_box(parameter: Tensor) -> Box:
     """
     if not isinstance(parameter, DTensor):
         return whole(tuple(parameter.shape))
-    start, stop = 0, parameter.shape[0]
+    start = 0
+    stop = parameter.shape[0]
     coordinate = parameter.device_mesh.get_coordinate()
     for axis, placement in enumerate(parameter.placements):
         if placement.is_replicate():
@@ -177,12 +178,16 @@ def _region(name: str, view: Tensor, parameter: str | None, sizes: Mapping[str, 
     )
     if parameter is None:
         raise problem
-    strides, shape = sizes[parameter].stride(), sizes[parameter].shape
-    offsets, rest = [], int(view.storage_offset())
+    strides = sizes[parameter].stride()
+    shape = sizes[parameter].shape
+    offsets = []
+    rest = int(view.storage_offset())
     for stride in strides:
         offset, rest = divmod(rest, stride)
         offsets.append(offset)
-    extents, dims, dim = [1] * len(shape), [], 0
+    extents = [1] * len(shape)
+    dims = []
+    dim = 0
     for extent, stride in zip(view.shape, view.stride(), strict=True):
         while dim < len(shape) and (strides[dim] != stride or shape[dim] < extent):
             dim += 1

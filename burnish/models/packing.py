@@ -56,7 +56,8 @@ class PrefixTree:
         leaves = set(order)
         for earlier, later in pairwise(order):
             common = _common(sequences[earlier], sequences[later])
-            begin, start = ends[earlier] - lengths[earlier], ends[later] - lengths[later]
+            begin = ends[earlier] - lengths[earlier]
+            start = ends[later] - lengths[later]
             same[start : start + common] = same[begin : begin + common]
             if common == lengths[earlier]:
                 leaves.discard(earlier)
@@ -154,12 +155,14 @@ def select_rows(
 class _Take(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, source: Tensor, rows: RowMap) -> Tensor:
-        ctx.rows, ctx.shape = rows, source.shape
+        ctx.rows = rows
+        ctx.shape = source.shape
         return source.index_select(0, rows.index)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        upstream, rounds = gradients[0], ctx.rows.rounds
+        upstream = gradients[0]
+        rounds = ctx.rows.rounds
         dtype = torch.float32 if len(rounds) > 1 else upstream.dtype
         total = upstream.new_zeros(ctx.shape, dtype=dtype)
         for number, (sources, results) in enumerate(rounds):
@@ -176,7 +179,8 @@ class _SelectRows(torch.autograd.Function):
     def forward(
         ctx: Any, source: Tensor, rows: Tensor, backward_rows: Tensor, zero_rows: Tensor | None
     ) -> Tensor:
-        ctx.backward_rows, ctx.zero_rows = backward_rows, zero_rows
+        ctx.backward_rows = backward_rows
+        ctx.zero_rows = zero_rows
         return source.index_select(0, rows)
 
     @staticmethod

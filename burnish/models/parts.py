@@ -31,7 +31,8 @@ class ShardRule:
     def of(cls, size: int, dim: int, rank: int, ranks: int, joined: int = 1) -> ShardRule:
         """Return a rank's part of `size` indices that join `joined` equal tensors."""
         each = size // joined
-        start, stop = each * rank // ranks, each * (rank + 1) // ranks
+        start = each * rank // ranks
+        stop = each * (rank + 1) // ranks
         return cls(dim, tuple(range(n * each + start, n * each + stop) for n in range(joined)))
 
     def of_tensor(self, parameter: Tensor) -> Tensor:
@@ -51,12 +52,15 @@ def cut_regions(regions: Iterable[Region], cuts: Mapping[str, ShardRule]) -> tup
 
 
 def _parts(region: Region, cut: ShardRule) -> Iterator[Region]:
-    first, size = region.box.offsets[cut.dim], region.box.sizes[cut.dim]
+    first = region.box.offsets[cut.dim]
+    size = region.box.sizes[cut.dim]
     held = 0  # where the span begins in the cut parameter
     for span in cut.spans:
-        start, stop = max(first, span.start), min(first + size, span.stop)
+        start = max(first, span.start)
+        stop = min(first + size, span.stop)
         if start < stop:
-            offsets, sizes = list(region.box.offsets), list(region.box.sizes)
+            offsets = list(region.box.offsets)
+            sizes = list(region.box.sizes)
             offsets[cut.dim], sizes[cut.dim] = held + start - span.start, stop - start
             begins = list(region.start or (0,) * len(region.dims))
             begins[region.dims.index(cut.dim)] += start - first

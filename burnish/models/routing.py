@@ -106,7 +106,8 @@ def hook_routers(model: PreTrainedModel) -> None:
     Only a pass with `routing` needs it, so the compiled layers of other runs have no hooks.
     """
     text = model.config.get_text_config()
-    family, normalizes = family_of(text.model_type), getattr(text, "norm_topk_prob", True)
+    family = family_of(text.model_type)
+    normalizes = getattr(text, "norm_topk_prob", True)
     layers: Any = getattr(model.base_model, "layers", ()) if family.has_router else ()
     for number, layer in enumerate(each for each in layers if hasattr(each.mlp, "experts")):
         router = _Router(number, normalizes, family.softmax_of_chosen)
@@ -137,7 +138,9 @@ def require_recorded(recorded: Tensor, want: tuple[int, int, int], count: int) -
 
 class _Router:
     def __init__(self, number: int, normalizes: bool, of_chosen: bool = False) -> None:
-        self._number, self._normalizes, self._of_chosen = number, normalizes, of_chosen
+        self._number = number
+        self._normalizes = normalizes
+        self._of_chosen = of_chosen
         self._routing: Routing | None = None
 
     @uncompiled
@@ -189,7 +192,8 @@ def rows_of(plan: ScoringPlan, values: Tensor) -> Tensor:
 
     A row takes the value of a token that is not a sequence's last, if it has one: generators do not compute last tokens.
     """
-    tree, last = plan.tree, np.cumsum(plan.lengths) - 1
+    tree = plan.tree
+    last = np.cumsum(plan.lengths) - 1
     others = np.delete(np.arange(len(tree.rows)), last)
     sources = tree.computed.copy()
     sources[tree.rows[others]] = others
@@ -203,7 +207,8 @@ def row_weights(plan: ScoringPlan, device: torch.device) -> Tensor:
 
 def tokens_of(plan: ScoringPlan, values: Tensor) -> Tensor:
     """Return integers of all tokens [T, ...] from this rank's rows [R, ...]. Collective if ranks share them."""
-    deal, tokens = plan.deal, plan.tree.rows
+    deal = plan.deal
+    tokens = plan.tree.rows
     if deal.group is not None:  # as bytes, since not every backend sends int16
         values = all_gather_replicated(values.view(torch.uint8), deal.group).view(values.dtype)
     rows = deal.owner(tokens) * deal.rows + deal.place(tokens)

@@ -57,7 +57,8 @@ class Scorer(nn.Module):
 
         Entry t of the outputs [T] is for the prediction of token t, and 0 if the plan does not score it.
         """
-        part, longest = self.vocabulary, max(plan.passed.attended, default=0)
+        part = self.vocabulary
+        longest = max(plan.passed.attended, default=0)
         if self._position_limit is not None and longest > self._position_limit:
             raise IncompatibleError(
                 "a sequence is too long to be packed with others",
@@ -193,7 +194,8 @@ def attention_of_part(packing: PackedAttention, deal: TokenSharing) -> PackedAtt
 
 def scored_tokens(cu_seqlens: Tensor, loss_mask: Tensor | None = None) -> Tensor:
     """Return the indices [M] int64, on the host, of tokens in `loss_mask` [T] or all, without each sequence's first."""
-    starts, total = cu_seqlens[:-1].long(), int(cu_seqlens[-1])
+    starts = cu_seqlens[:-1].long()
+    total = int(cu_seqlens[-1])
     wanted = torch.ones(total, dtype=torch.bool) if loss_mask is None else loss_mask.clone()
     wanted[starts[starts < total]] = False
     return wanted.nonzero()[:, 0]

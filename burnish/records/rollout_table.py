@@ -62,8 +62,10 @@ class RolloutTable:
     def of(cls, groups: Sequence[Sequence[Rollout]], owner: int | None = None) -> RolloutTable:
         """Return rollouts by prompt as a table, with another owner if one is given."""
         objects = [each for group in groups for each in group]
-        prompt_kinds, kinds = dict[tuple[bool, str], int](), dict[RolloutKind, int]()
-        prompts, rows = [], []
+        prompt_kinds = dict[tuple[bool, str], int]()
+        kinds = dict[RolloutKind, int]()
+        prompts = []
+        rows = []
         for group in groups:
             prompt = group[0].prompt
             alike = (prompt.messages is not None, prompt.source)
@@ -71,7 +73,8 @@ class RolloutTable:
             digest = prompt.digest or digest_of(prompt.token_ids)
             prompts.append((prompt.index, len(prompt.token_ids), digest, number, len(group)))
             for each in group:
-                completion, experts = each.completion, each.completion.experts
+                completion = each.completion
+                experts = each.completion.experts
                 kind = RolloutKind(
                     completion.stop_reason,
                     completion.weights_version,
@@ -174,8 +177,12 @@ class RolloutTable:
         chosen = np.asarray(groups, np.int64)
         if np.array_equal(chosen, np.arange(len(self))):
             return self
-        prompts, ends = self.prompts.take(chosen), self.sizes.cumsum()  # faster than indexing
-        sizes, numbers, width = prompts["count"], chosen, int(self.sizes[0])
+        # faster than indexing
+        prompts = self.prompts.take(chosen)
+        ends = self.sizes.cumsum()
+        sizes = prompts["count"]
+        numbers = chosen
+        width = int(self.sizes[0])
         if (self.sizes != width).any():
             width = 1
             numbers = np.arange(sizes.sum()) + np.repeat(ends[chosen] - sizes.cumsum(), sizes)
@@ -301,7 +308,8 @@ class RolloutTable:
 
     def by_group(self, values: Column) -> list[list[Any]]:
         """Return `values` [N] by group."""
-        ends, numbers = self.sizes.cumsum().tolist(), values.tolist()
+        ends = self.sizes.cumsum().tolist()
+        numbers = values.tolist()
         return [numbers[start:end] for start, end in zip([0, *ends], ends, strict=False)]
 
     @property
@@ -312,8 +320,11 @@ class RolloutTable:
     def rollout(self, number: int) -> Rollout:
         """Return a rollout. Another rank's has tokens -1 and log-probs NaN, which take no memory."""
         row = {name: each[number].item() for name, each in self.rows.items()}
-        length, greedy, kind = row["length"], row.get("greedy", nan), self.kinds[row["kind"]]
-        held, owner = self.held[number], self.owners[number]
+        length = row["length"]
+        greedy = row.get("greedy", nan)
+        kind = self.kinds[row["kind"]]
+        held = self.held[number]
+        owner = self.owners[number]
         known: dict[str, Any] = {
             "reward": row["reward"],
             "reward_parts": {name: row[_PART + name] for name in kind.parts},

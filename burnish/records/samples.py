@@ -119,7 +119,8 @@ def split_arrays(
             raise ValueError(f"there are {len(array)} {name} of {sum(counts)} tokens")
         parts[name] = np.split(array, np.cumsum(counts, dtype=int)[:-1])
     for each, ids, sampled, raw, experts in zip(told, *parts.values(), strict=False):
-        reason, times = each["stop_reason"], each.get("times")
+        reason = each["stop_reason"]
+        times = each.get("times")
         yield Completion(
             ids.astype(np.int64),
             sampled,

@@ -58,8 +58,10 @@ class RewardFailures:
 
 def require_rewards(table: RolloutTable, config: RewardConfig) -> None:
     """Raise `LostRewards` if a step, `table`, lost more than `reward.max_failed_share`, or all if failures count as a number."""
-    failed, count = len(table.failed), len(table.owners)
-    share, setting = config.max_failed_share, "reward.max_failed_share"
+    failed = len(table.failed)
+    count = len(table.owners)
+    share = config.max_failed_share
+    setting = "reward.max_failed_share"
     most = count * share if config.on_error == "drop" else count - 1
     if failed > most:
         raise _lost(table, "of a step", f"at most {100 * share:g} % ({setting})")
@@ -70,7 +72,9 @@ def _errors(table: RolloutTable) -> list[str]:
 
 
 def _lost(table: RolloutTable, of: str, want: str) -> LostRewards:
-    failed, count, errors = len(table.failed), len(table.owners), _errors(table)
+    failed = len(table.failed)
+    count = len(table.owners)
+    errors = _errors(table)
     first = table.rollout(table.failed[0])
     return LostRewards(
         f"rewards failed for {failed} of {count_text(count, 'completion')} {of}",
@@ -98,18 +102,21 @@ def rollout_stats(table: RolloutTable) -> Stats:
     count = len(table.owners)
     if not count:
         return Stats()
-    scored, lengths = table.is_scored, table.lengths
+    scored = table.is_scored
+    lengths = table.lengths
     rewards = table.rewards[scored]
     _, starts, of_groups, sizes = np.unique(
         table.groups[scored], return_index=True, return_inverse=True, return_counts=True
     )
     cut = table.count(lambda kind: kind.stop_reason == "length")
-    spread, flat = 0.0, 0
+    spread = 0.0
+    flat = 0
     if len(rewards):
         means = np.add.reduceat(rewards, starts) / sizes
         squares = np.add.reduceat(np.square(rewards - means[of_groups]), starts)
         spread = float(np.sqrt(squares / sizes).sum())
-        least, most = np.minimum.reduceat(rewards, starts), np.maximum.reduceat(rewards, starts)
+        least = np.minimum.reduceat(rewards, starts)
+        most = np.maximum.reduceat(rewards, starts)
         flat = int((least == most).sum())
     stats = Stats(
         {

@@ -59,7 +59,8 @@ _LATE_SECONDS = 5.0
 _CLOSE_SECONDS = 1.0
 _CHECK_SECONDS = 1.0
 
-_MAX_EXTRAS, _MAX_NAME = 100, 100
+_MAX_EXTRAS = 100
+_MAX_NAME = 100
 """Most names of further numbers that all verl functions may use in a run, and most characters of each."""
 
 log = logging.getLogger("burnish")
@@ -110,7 +111,8 @@ class RewardPool:
     def __init__(self, config: RewardConfig, moved: Callable[[], None] = lambda: None) -> None:
         """Load every function; `moved()` is called as calls end. Raises `UsageError` for an unusable function."""
         config, self._secrets = with_environment(config)
-        self._config, self._moved = config, moved
+        self._config = config
+        self._moved = moved
         self._workers: list[_Worker] = []
         self._heard: set[str] = set()
         self._extras: set[str] = set()
@@ -154,7 +156,8 @@ class RewardPool:
         compares = any(each.function in REWARDS for each in self._config.functions)
         if compares and isinstance(prompt.answer, list | tuple):
             log.warning("the ground truth of %s is a list: any of its answers counts", name)
-        no_ids, no_numbers = np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.float32)
+        no_ids = np.zeros(0, dtype=np.int64)
+        no_numbers = np.zeros(0, dtype=np.float32)
         completion = Completion(no_ids, no_numbers, no_numbers, "stop", weights_version=0)
         (rollout,) = self.score([Rollout(prompt, 0, completion, text)])
         if any(each.error for each in rollout.calls):  # None is an answer: it does not apply
@@ -207,7 +210,10 @@ class RewardPool:
 
     def _scored(self, rollout: Rollout, answers: Sequence[Answer]) -> Rollout:
         answers = [self._without_secrets(each) for each in answers]
-        reward, parts, errors, on_error = 0.0, {}, [], self._config.on_error
+        reward = 0.0
+        parts = {}
+        errors = []
+        on_error = self._config.on_error
         names = self._config.part_names
         for name, each, answer in zip(names, self._config.functions, answers, strict=False):
             value = answer.value
@@ -321,8 +327,10 @@ class _Round:
         """`heard` has the ends of processes that were told."""
         starts = np.cumsum([0, *(each.size for each in calls)]).tolist()
         self._calls = [each._replace(place=p) for each, p in zip(calls, starts, strict=False)]
-        self._workers, self._config = workers, config
-        self._moved, self._heard = moved, heard
+        self._workers = workers
+        self._config = config
+        self._moved = moved
+        self._heard = heard
         self.unanswered: int = starts[-1]
         """How many rollouts have no answer yet."""
         self.answers = [Answer(None)] * self.unanswered
@@ -383,7 +391,8 @@ class _Round:
             if message is None:
                 continue
             if not worker.signatures:
-                worker.signatures, self._imports_lost = message, 0
+                worker.signatures = message
+                self._imports_lost = 0
                 continue
             number, answers = message
             if answers is None:
@@ -404,9 +413,12 @@ class _Round:
             self._remove(worker)
             self._workers.append(_Worker(self._config))
             return
-        numbers, ends, why = worker.under_way, worker.ends + 1, f"its process {worker.end_text()}"
+        numbers = worker.under_way
+        ends = worker.ends + 1
+        why = f"its process {worker.end_text()}"
         calls = [self._calls[number] for number in numbers]
-        is_again, is_alone = ends < _MAX_ENDS, sum(call.size for call in calls) == 1
+        is_again = ends < _MAX_ENDS
+        is_alone = sum(call.size for call in calls) == 1
         self._ends[worker.function] += is_again or is_alone
         is_given_up = self._ends[worker.function] >= self._config.workers + _MAX_TIMEOUTS
         if is_given_up or (is_alone and not is_again):
@@ -488,7 +500,10 @@ class _Worker:
     def __init__(self, config: RewardConfig) -> None:
         """Start a process that loads the functions."""
         self._config = config
-        self.function, self.began, self.at_once, self.ends = 0, 0.0, 1, 0
+        self.function = 0
+        self.began = 0.0
+        self.at_once = 1
+        self.ends = 0
         """The function of its current calls, when it got them, how many run at a time, and how many processes they have ended."""
         self.left: list[int] = []
         """Numbers of its current calls that it has not answered."""
@@ -526,12 +541,15 @@ class _Worker:
 
     def ask(self, bundle: _Bundle, calls: Sequence[_Call]) -> None:
         """Send calls of one function."""
-        numbers, self.ends = bundle.numbers, bundle.ends
-        self.function, self.began = calls[numbers[0]].function, time.time()
+        numbers = bundle.numbers
+        self.ends = bundle.ends
+        self.function = calls[numbers[0]].function
+        self.began = time.time()
         is_async = self.signatures[self.function].is_async
         self.at_once = self._config.concurrency if is_async else 1
         self._patience = self._config.timeout_seconds + (_LATE_SECONDS if is_async else 0)
-        self.deadline, self.left = time.monotonic() + self._patience, [*numbers]
+        self.deadline = time.monotonic() + self._patience
+        self.left = [*numbers]
         self._send((self.function, [(i, calls[i].arguments, calls[i].size) for i in numbers]))
 
     def _send(self, message: Any) -> None:
@@ -565,7 +583,8 @@ class _Worker:
         self._stack.seek(0)
         self._stack.truncate()
         self._process.send_signal(STACK_SIGNAL)
-        text, deadline = "", time.monotonic() + _CLOSE_SECONDS
+        text = ""
+        deadline = time.monotonic() + _CLOSE_SECONDS
         while "/burnish/rewards/worker" not in text and time.monotonic() < deadline:
             time.sleep(0.01)
             text = os.pread(self._stack.fileno(), 1 << 16, 0).decode()

@@ -73,7 +73,8 @@ def read_signature(name: str, function: Callable[..., Any], kwargs: Mapping[str,
     anything = any(p.kind is p.VAR_KEYWORD for p in parameters)
     required = {p.name for p in by_keyword if p.default is p.empty} - kwargs.keys()
     positional = any(p.kind is p.POSITIONAL_ONLY and p.default is p.empty for p in parameters)
-    trl, verl = "completions" in named, "solution_str" in named
+    trl = "completions" in named
+    verl = "solution_str" in named
     unmet = required - _VERL_ARGUMENTS if verl else set()
     if trl == verl or positional or unmet:
         raise UsageError(

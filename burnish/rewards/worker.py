@@ -58,7 +58,8 @@ def main(descriptor: int, parent: int, stack: int) -> None:
                 index, bundle = connection.recv()
             except (EOFError, ConnectionError):
                 return
-            function, style = functions[index], signatures[index].style
+            function = functions[index]
+            style = signatures[index].style
             if signatures[index].is_async:
                 places = asyncio.Semaphore(concurrency)
                 runner.run(_concurrently(function, style, bundle, places, timeout, connection))

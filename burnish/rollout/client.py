@@ -62,7 +62,10 @@ class Server:
 
         Token ids of its completions have to be below `vocabulary`.
         """
-        self.url, self.timeout, self.vocabulary, self._token = url, timeout, vocabulary, token
+        self.url = url
+        self.timeout = timeout
+        self.vocabulary = vocabulary
+        self._token = token
         self._headers = {"Authorization": f"Bearer {token}"}
         self._asking: HTTPConnection | None = None
 
@@ -148,7 +151,8 @@ class Server:
             if asked.fields.get("owner") != owner:
                 return []
             requests, sampling, version = messages.read_requests(asked)
-            message, known = self.next(answer), self.vocabulary
+            message = self.next(answer)
+            known = self.vocabulary
             groups = messages.read_completions(
                 message, requests, sampling, version, known, in_flight=True, partial=True
             )
@@ -232,12 +236,16 @@ class ServedGenerator(Generator):
 
         At each load, each rank calls `make_room`, and `revive` if a server is lost.
         """
-        self._revive, self._end, self._in_flight = revive, end, in_flight
+        self._revive = revive
+        self._end = end
+        self._in_flight = in_flight
         self._make_room = make_room
-        self._servers, self._layout = tuple(servers), layout
+        self._servers = tuple(servers)
+        self._layout = layout
         self._loaded = self._servers
         """Servers that got the last weights. A replacement gets no requests before it has weights."""
-        self._specs, self._fixed = tuple(specs), tuple(fixed)
+        self._specs = tuple(specs)
+        self._fixed = tuple(fixed)
         self._have_fixed: set[Server] = set()
         """Servers that have the fixed weights."""
         self._lost: dict[Server, str] = {}
@@ -283,7 +291,8 @@ class ServedGenerator(Generator):
         found: dict[int, list[Completion]] = {}
         errors: list[Exception] = []
         told: queue.SimpleQueue[int] = queue.SimpleQueue()
-        interrupted, version = threading.Event(), self._version or 0
+        interrupted = threading.Event()
+        version = self._version or 0
 
         def ask(server: Server, shares: deque[list[int]]) -> None:
             share: list[int] = []
@@ -361,7 +370,8 @@ class ServedGenerator(Generator):
         self._make_room()
         self._have_fixed.update(self._fed)
         self._share_lost()
-        self._loaded, self._version = self._servers, version
+        self._loaded = self._servers
+        self._version = version
 
     def _send(self, pieces: Iterator[Shard], uploads: Mapping[Server, HTTPConnection]) -> None:
         """Send pieces of weights, then `LAST`. Collective."""
@@ -447,7 +457,8 @@ class ServedGenerator(Generator):
 def _shares(requests: Sequence[Request], servers: int, *, in_flight: bool) -> list[list[int]]:
     """Divide requests as `generate` says."""
     if in_flight:
-        left, shares = deque(range(len(requests))), list[list[int]]()
+        left = deque(range(len(requests)))
+        shares = list[list[int]]()
         while left:
             count = -(-len(left) // (2 * servers - 1))
             shares.append([left.popleft() for _ in range(count)])

@@ -31,7 +31,9 @@ class _PacedReader(io.RawIOBase):
     """Read a socket until a deadline. A socket's own time-out begins anew with every byte."""
 
     def __init__(self, raw: io.RawIOBase, sock: socket.socket) -> None:
-        self._raw, self._socket, self._timeout = raw, sock, sock.gettimeout() or 0.0
+        self._raw = raw
+        self._socket = sock
+        self._timeout = sock.gettimeout() or 0.0
         self.begin()
 
     def begin(self) -> None:

@@ -97,7 +97,8 @@ def joined(begun: Completion | None, more: Completion) -> Completion:
     """Append its continuation to a begun completion."""
     if begun is None:
         return more
-    count, spans = len(begun.token_ids), list(begun.later_versions)
+    count = len(begun.token_ids)
+    spans = list(begun.later_versions)
     last = spans[-1][0] if spans else begun.weights_version
     for version, first in ((more.weights_version, 0), *more.later_versions):
         if version != last and len(more.token_ids):
@@ -120,7 +121,8 @@ def _further(one: Completion | None, other: Completion) -> Completion:
 
 
 def _keys(request: Request, sampling: Sampling) -> list[SampleKey]:
-    greedy, numbers = sampling.temperature == 0, range(request.samples)
+    greedy = sampling.temperature == 0
+    numbers = range(request.samples)
     prompt = digest_of(request.token_ids[: len(request.token_ids) - request.drawn]).hex()
     return [
         SampleKey(sampling.step, request.prompt_key, request.first_sample + n, greedy, prompt)

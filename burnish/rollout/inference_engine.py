@@ -91,8 +91,10 @@ class EngineGenerator(LocalGenerator[EngineRequest]):
         limits = (max_length, longest_sequence(hf_config))
         positions = min(filter(None, limits), default=None)
         super().__init__(eos_token_ids, decode, positions, experts=experts)
-        self._sleeps, self._asleep = device.type != "cpu", False
-        self._numbers, self._meta_model = count(), build_on_meta(hf_config)
+        self._sleeps = device.type != "cpu"
+        self._asleep = False
+        self._numbers = count()
+        self._meta_model = build_on_meta(hf_config)
         specs = tensor_specs(self._meta_model)
         fp32 = kept_in_fp32(hf_config, (spec.name for spec in specs))
         self._specs = {
@@ -110,7 +112,8 @@ class EngineGenerator(LocalGenerator[EngineRequest]):
     def release(self) -> None:
         """See `Generator.release`. Does nothing on a CPU."""
         if self._sleeps and not self._asleep:
-            self._version, self._asleep = None, True
+            self._version = None
+            self._asleep = True
             self._sleep()
 
     def _checksum(self, name: str, tensor: Tensor) -> tuple[TensorSpec, str]:
@@ -125,7 +128,8 @@ def import_engine(
     title: str, oldest: tuple[int, ...], beyond: tuple[int, ...] | None = None
 ) -> Any:
     """Import vLLM or SGLang. Raises `MissingError` without it, `IncompatibleError` for an old one. Warns of one that is not older than `beyond`."""
-    name, wanted = title.lower(), f"{title} {'.'.join(map(str, oldest))} or newer"
+    name = title.lower()
+    wanted = f"{title} {'.'.join(map(str, oldest))} or newer"
     do = f"{install(name)}, or set rollout.engine=builtin"
     problem = f"rollouts with {title} need a package that cannot be imported"
     with refusing(problem, MissingError, want=wanted, do=do):
@@ -189,7 +193,8 @@ def whole_tensors(
     left = dict(wanted)
     begun: dict[str, tuple[Tensor, int]] = {}
     for shard in shards:
-        name, shape = shard.spec.name, shard.spec.shape
+        name = shard.spec.name
+        shape = shard.spec.shape
         if name not in left or left[name].shape != shape:
             raise IncompatibleError(
                 f"the weights do not fit the generator's model: {name}",

@@ -28,7 +28,8 @@ Parts = list[bytes | memoryview]
 """A message in parts, which are sent one after the other. Parts that hold arrays are views."""
 _MOST_BYTES_OF_A_LINE = 64 << 20
 # Most that rounding adds to the log-prob of a certain token, and the end of the year 9999 in seconds since 1970.
-_ROUNDING, _LAST_TIME = 0.01, 253_402_300_800
+_ROUNDING = 0.01
+_LAST_TIME = 253_402_300_800
 # Kinds of numbers and dimensions of a completion's arrays.
 _FORMS = {
     "token_ids": ("iu", 1),
@@ -74,7 +75,8 @@ def read_message(stream: BinaryIO) -> Message | None:
 def _filled(stream: BinaryIO, kind: str, shape: Sequence[int]) -> Array:
     """Read into an array, whose pages the system commits as bytes arrive."""
     array = torch.empty(math.prod(shape) * np.dtype(kind).itemsize, dtype=torch.uint8).numpy()
-    room, received = array.data, 0
+    room = array.data
+    received = 0
     while received < len(room):
         read = cast(Any, stream).readinto(room[received:])
         if not read:
@@ -85,7 +87,8 @@ def _filled(stream: BinaryIO, kind: str, shape: Sequence[int]) -> Array:
 
 def encode_shard(shard: Shard) -> Parts:
     """Return a piece of weights as a message."""
-    spec, box = shard.spec, shard.box
+    spec = shard.spec
+    box = shard.box
     data = shard.tensor.detach().contiguous().cpu().reshape(-1).view(torch.uint8).numpy()
     fields = {
         "name": spec.name,
@@ -207,7 +210,8 @@ def read_completions(
 def _require_length(
     told: Mapping[str, Any], request: Request, sampling: Sampling, *, partial: bool
 ) -> None:
-    count, room = told["tokens"], sampling.max_tokens - request.drawn
+    count = told["tokens"]
+    room = sampling.max_tokens - request.drawn
     if type(count) is not int or not (1 - partial) <= count <= room:
         raise ValueError(f"a completion does not have 1 to {sampling.max_tokens} tokens")
     if told["stop_reason"] == "length" and count != room:
@@ -218,7 +222,8 @@ def _require_length(
 
 
 def _require_versions(one: Completion, version: int, *, in_flight: bool) -> None:
-    mine, later = one.weights_version, one.later_versions
+    mine = one.weights_version
+    later = one.later_versions
     if (mine != version and not (in_flight and mine > version)) or (later and not in_flight):
         raise ValueError(f"weights of version {mine} made a completion")
     drawn = [(mine, 0), *later, (sys.maxsize, len(one.token_ids) + 1)]

@@ -35,7 +35,8 @@ KEY = "OPENAI_API_KEY"
 _AT_ONCE = 32
 _RETRIES = 6
 # Seconds between attempts. They double each time, unless the endpoint names a time.
-_FIRST_WAIT, _LONGEST_WAIT = 0.5, 30.0
+_FIRST_WAIT = 0.5
+_LONGEST_WAIT = 30.0
 # After these statuses, as after 500 and above, another attempt may succeed.
 _BUSY = frozenset({408, 409, 425, 429})
 # Most bytes of an answer. A completion of a million tokens has 4 MB.
@@ -71,8 +72,10 @@ class EndpointGenerator(Generator):
         template_variables: Mapping[str, Any],
     ) -> None:
         """`encode` turns an answer into token ids."""
-        self._url, self._model = urlsplit((settings.url or "").rstrip("/")), settings.model
-        self._timeout, self._encode = settings.timeout_seconds, encode
+        self._url = urlsplit((settings.url or "").rstrip("/"))
+        self._model = settings.model
+        self._timeout = settings.timeout_seconds
+        self._encode = encode
         self._slots = _AT_ONCE if settings.slots == "auto" else settings.slots
         self._variables = dict(template_variables)
         key = os.environ.get(KEY, "").strip()
@@ -82,7 +85,8 @@ class EndpointGenerator(Generator):
                 have="control characters, or letters beyond ASCII",
                 do=f"set {KEY} to the endpoint's key alone",
             )
-        self._key, self._headers = key, {"Content-Type": "application/json"}
+        self._key = key
+        self._headers = {"Content-Type": "application/json"}
         if key:
             self._headers["Authorization"] = f"Bearer {key}"
 
@@ -99,7 +103,9 @@ class EndpointGenerator(Generator):
             for request in requests
             for number in range(request.samples)
         ]
-        left, stop, told = deque(enumerate(samples)), threading.Event(), 0
+        left = deque(enumerate(samples))
+        stop = threading.Event()
+        told = 0
         found: dict[int, Completion] = {}
         errors: list[Exception] = []
 
@@ -136,7 +142,8 @@ class EndpointGenerator(Generator):
         self, answer: Callable[[], Completion], stop: threading.Event
     ) -> Completion | None:
         """Return the completion, or None after `stop`. Raises `BurnishError`."""
-        wait, reason = _FIRST_WAIT, ""
+        wait = _FIRST_WAIT
+        reason = ""
         for _ in range(_RETRIES):
             try:
                 return answer()
@@ -173,7 +180,8 @@ class EndpointGenerator(Generator):
         try:
             choice = json.loads(content)["choices"][0]
             text = choice["message"]["content"] if chats else choice["text"]
-            text, reason = str(text or ""), str(choice["finish_reason"])
+            text = str(text or "")
+            reason = str(choice["finish_reason"])
         except (ValueError, LookupError, TypeError, RecursionError) as error:
             raise BurnishError(
                 f"the endpoint {self._url.geturl()} sends an answer that Burnish cannot read",

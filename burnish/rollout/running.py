@@ -50,7 +50,8 @@ class StopRule:
             raise UsageError("a stop string is empty", have=have, do="remove it")
         self._ids = frozenset(eos_token_ids) | frozenset(sampling.stop_token_ids)
         self._max_tokens = sampling.max_tokens
-        self._strings, self._decode = sampling.stop_strings, decode or str
+        self._strings = sampling.stop_strings
+        self._decode = decode or str
         self._endings = frozenset(string[-1] for string in self._strings)
         self._needed = max(map(len, self._strings), default=0) + _MARGIN
         self._candidates: dict[int, bool] = {}
@@ -121,7 +122,8 @@ class Running:
         """Append a version's tokens up to one that ends the completion; return whether one does."""
         if not self.versions or self.versions[-1][0] != version:
             self.versions.append((version, len(self.tokens) - self.drawn))
-        self.first, self.last = self.first or now, now
+        self.first = self.first or now
+        self.last = now
         for token in tokens:
             self.tokens.append(token)
             self.reason = rule.ended(self.tokens)
@@ -162,8 +164,10 @@ class LocalGenerator(Generator, Generic[R]):
         experts: bool = True,
     ) -> None:
         """`experts`: whether the generator can record experts."""
-        self._eos_token_ids, self._decode = tuple(eos_token_ids), decode
-        self._max_positions, self._records_experts = max_positions, experts
+        self._eos_token_ids = tuple(eos_token_ids)
+        self._decode = decode
+        self._max_positions = max_positions
+        self._records_experts = experts
         self._version: int | None = None
         self._underway: Callable[[], list[RunningRequest]] = list
 

@@ -36,7 +36,8 @@ from burnish.rollout import messages
 from burnish.rollout.base import Generator
 
 # Seconds between polls of a call, and between messages to its client.
-_POLL_SECONDS, _BEAT_SECONDS = 0.2, 1.0
+_POLL_SECONDS = 0.2
+_BEAT_SECONDS = 1.0
 
 log = logging.getLogger("burnish")
 
@@ -58,10 +59,14 @@ class GeneratorServer:
 
         A client that is silent for `timeout` seconds within a request is gone. Raises `UsageError` if the address is taken.
         """
-        self._generator, self._token, self._about = generator, token, dict(about)
-        self._timeout, self._moved = timeout, time.monotonic()
+        self._generator = generator
+        self._token = token
+        self._about = dict(about)
+        self._timeout = timeout
+        self._moved = time.monotonic()
         self._version: int | None = None
-        self._owner = self._asker = ""
+        self._owner = ""
+        self._asker = ""
         """Owner of the loaded weights, and of the running requests."""
         # Not a SimpleQueue, whose `get` can wait for ever if a signal arrives at the end of its time-out.
         self._calls: queue.Queue[Callable[[], None]] = queue.Queue()
@@ -121,7 +126,8 @@ class GeneratorServer:
 
     def load_weights(self, body: BinaryIO, version: int, owner: str, anew: bool) -> None:
         """Load a body's weights for `owner`; until all have arrived there is no version."""
-        self._version, self._owner = None, owner
+        self._version = None
+        self._owner = owner
         fixed = messages.read_shards(body) if anew else ()
         self._generator.load_weights(Publication(messages.read_shards(body), fixed, anew), version)
         body.read()
@@ -132,16 +138,20 @@ class GeneratorServer:
     ) -> messages.Parts:
         """Return completions; `say` sends progress. Raises `ValueError` for weights of another version."""
         requests, sampling, version = messages.read_requests(asked)
-        held, in_flight = self._version, bool(asked.fields["in_flight"])
+        held = self._version
+        in_flight = bool(asked.fields["in_flight"])
         if asked.fields["owner"] != self._owner:
             raise ValueError(f"it holds another process's weights instead of version {version}")
         if held is None or not (held == version or (in_flight and held > version)):
             raise ValueError(f"it holds weights of version {held} instead of {version}")
-        told, ended, self._asker = time.monotonic(), 0, self._owner
+        told = time.monotonic()
+        ended = 0
+        self._asker = self._owner
 
         def watch(count: int) -> None:
             nonlocal told, ended
-            ended, self._moved = ended + count, time.monotonic()
+            ended = ended + count
+            self._moved = time.monotonic()
             if in_flight:
                 self._load()
             if self._owner != self._asker:
@@ -150,7 +160,8 @@ class GeneratorServer:
                 raise ValueError("the new weights have not arrived completely")
             if ended or time.monotonic() - told >= _BEAT_SECONDS:
                 say(messages.encode({"ended": ended}))
-                told, ended = time.monotonic(), 0
+                told = time.monotonic()
+                ended = 0
 
         return messages.encode_completions(self._generator.generate(requests, sampling, watch))
 
@@ -197,7 +208,9 @@ class _Handler(BaseHTTPRequestHandler):
     disable_nagle_algorithm = True
 
     def __init__(self, server: GeneratorServer, timeout: float, *args: Any) -> None:
-        self._server, self._timeout, self._saying = server, timeout, threading.Lock()
+        self._server = server
+        self._timeout = timeout
+        self._saying = threading.Lock()
         super().__init__(*args)
 
     def setup(self) -> None:
@@ -211,7 +224,8 @@ class _Handler(BaseHTTPRequestHandler):
         log.debug(format, *args)
 
     def do_GET(self) -> None:
-        server, url = self._server, urlsplit(self.path)
+        server = self._server
+        url = urlsplit(self.path)
         if not server.knows(self.headers.get("Authorization")):
             self.send_error(HTTPStatus.UNAUTHORIZED)
             return

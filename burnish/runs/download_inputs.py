@@ -50,7 +50,8 @@ def local_inputs(
     `BurnishError` if copying fails.
     """
     layout = layout or Layout()
-    values, pinned = config.model_dump(), config.model_dump()
+    values = config.model_dump()
+    pinned = config.model_dump()
     with agree(layout):
         if layout.is_main:
             pin(pinned, beginning(pinned, config.directory, config.mirror_url))
@@ -77,7 +78,8 @@ def local_inputs(
 def _copy_all(
     values: Mapping[str, Any], watch: Watch | None, *, trains: bool, only_small: bool
 ) -> None:
-    model, has_weights = values["model"], trains or values["rollout"]["engine"] != "openai"
+    model = values["model"]
+    has_weights = trains or values["rollout"]["engine"] != "openai"
     if only_small and is_elsewhere(model["path"]):
         folder = local_directory(model["path"], watch, weights=False)
         model |= {"path": None, "fresh": str(folder / "config.json"), "lora": {}}
@@ -167,7 +169,8 @@ def local_directory(place: str, watch: Watch | None = None, *, weights: bool = T
         return local_files(place, wanted, watch)[0].parent
     from burnish.files.hub_files import HubFiles
 
-    files, folder = HubFiles.of(hub), PurePosixPath(hub.path)
+    files = HubFiles.of(hub)
+    folder = PurePosixPath(hub.path)
     names = [str(folder / name) for name in files.names() if wanted(name)]
     return files.fetch(names, shown=watch is not None) / folder
 

@@ -90,7 +90,8 @@ def _require_generator(foundation: Foundation, device: torch.device) -> None:
     """Raise `UsageError` if `rollout.engine` cannot be a generator, and `IncompatibleError` if it would refuse the model here."""
     config = foundation.config
     if config.rollout.place != "servers":
-        name, options = config.rollout.engine, config.generator_options
+        name = config.rollout.engine
+        options = config.generator_options
         kind = GENERATORS.load(name, "rollout.engine", options)
         kind.require_supported(foundation.hf_config, device)
 
@@ -106,7 +107,8 @@ def _collecting(errors: list[BurnishError]) -> Iterator[None]:
 def _first_rows(
     foundation: TextFoundation, name: str, method: Method, pool: RewardPool | None
 ) -> Any:
-    config, setting = foundation.config, f"data.{name}"
+    config = foundation.config
+    setting = f"data.{name}"
     is_streamed = name == "train" and config.data.streaming > 0
     paths = [path for path in getattr(config.data, name) if not is_elsewhere(path, "dataset")]
     if not paths and not is_streamed:

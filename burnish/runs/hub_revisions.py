@@ -127,7 +127,8 @@ def _unpinned(values: Mapping[str, Any]) -> Iterator[tuple[Any, Any, HubPlace, s
 
 def hub_entries(values: Mapping[str, Any]) -> Iterator[tuple[Any, Any, Kind, str]]:
     """Yield each setting that may name a place of the hub: its holder, key, kind and name."""
-    model, data = values["model"], values["data"]
+    model = values["model"]
+    data = values["data"]
     yield model, "path", "model", "model.path"
     yield model, "tokenizer", "model", "model.tokenizer"
     yield model["lora"], "path", "model", "model.lora.path"

@@ -18,7 +18,9 @@ _OPTIM = ("optim.kind", "optim.lr", "optim.schedule", "optim.warmup_steps", "opt
 
 def model_card(method: Method, config: RunConfig) -> str:
     """Return the card, with only the last part of local paths."""
-    model, data, settings = config.model, config.data, config.model_dump()
+    model = config.model
+    data = config.data
+    settings = config.model_dump()
     base = HubPlace.of(model.path, "model")
     sets = [place for entry in data.train if (place := HubPlace.of(entry, "dataset"))]
     facts = {

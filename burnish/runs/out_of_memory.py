@@ -30,9 +30,11 @@ def explained(error: RuntimeError, session: Session) -> BurnishError | None:
     """
     if not isinstance(error, torch.OutOfMemoryError) and _CPU_SAYS not in str(error):
         return None
-    device, rank = session.device, session.layout.rank
+    device = session.device
+    rank = session.layout.rank
     phase = session.spans.current or "setting up"
-    total, highest = total_memory(device) / 1e9, peak_memory(device) / 1e9
+    total = total_memory(device) / 1e9
+    highest = peak_memory(device) / 1e9
     on_cpu = device.type == "cpu"
     settings = remedies(session.config, session.method.generates, phase, on_cpu=on_cpu)
     helpful = f"try {', or '.join(settings[:3])}; burnish plan shows how much each part needs"

@@ -59,7 +59,8 @@ def read_ahead(
 
     Raises `IncompatibleError` unless `ahead_files` would write exactly these files.
     """
-    told, batches = step.state.get("ahead", 0), list[DrawnBatch]()
+    told = step.state.get("ahead", 0)
+    batches = list[DrawnBatch]()
     begun: dict[SampleKey, Completion] = {}
     problem = f"{', '.join(sorted(files)) or 'no files'}, and ahead {told} in the state"
     try:
@@ -72,7 +73,8 @@ def read_ahead(
                 begun |= _partial(number, step, files)
         is_ours = ahead_files(batches, begun) == files
     except (AttributeError, LookupError, TypeError, ValueError) as error:
-        is_ours, problem = False, f"{type(error).__name__}: {error}"
+        is_ours = False
+        problem = f"{type(error).__name__}: {error}"
     if not is_ours:
         raise IncompatibleError(
             f"{step.path / AHEAD} was not written by this trainer",
@@ -103,7 +105,8 @@ def _line(group: Sequence[Rollout], kept: bool) -> str:
 
 
 def _fields(rollout: Rollout) -> dict[str, Any]:
-    completion, greedy = rollout.completion, rollout.greedy_reward
+    completion = rollout.completion
+    greedy = rollout.greedy_reward
     return {
         "sample": rollout.sample,
         "tokens": len(completion.token_ids),
@@ -155,9 +158,11 @@ def _batch(number: int, step: CommittedStep, lines: bytes, tensors: bytes) -> Dr
     completions = split_arrays(rollouts, arrays)
     ends = np.cumsum([group["prompt_tokens"] for group in groups])[:-1]
     prompts = iter(np.split(arrays.get("prompt_ids", np.zeros(0, np.int32)), ends))
-    kept, left_out = list[list[Rollout]](), list[list[Rollout]]()
+    kept = list[list[Rollout]]()
+    left_out = list[list[Rollout]]()
     for group in groups:
-        ids, answer = next(prompts).astype(np.int64), group["answer"]
+        ids = next(prompts).astype(np.int64)
+        answer = group["answer"]
         prompt = Prompt(
             index=int(group["index"]),
             token_ids=ids,
@@ -170,7 +175,8 @@ def _batch(number: int, step: CommittedStep, lines: bytes, tensors: bytes) -> Dr
         rollouts = []
         for told in group["rollouts"]:
             completion = next(completions)
-            greedy, error = told["greedy_reward"], told["reward_error"]
+            greedy = told["greedy_reward"]
+            error = told["reward_error"]
             rollout = Rollout(prompt, int(told["sample"]), completion, str(told["text"]))
             rollouts.append(
                 replace(

@@ -141,10 +141,8 @@ def _models(
         if isinstance(value, str):
             yield from _file(value, setting)
     if model.adapter is not None:
-        want, do = (
-            "peft, which has the adapter's modules",
-            f"{install('lora')}, or remove model.lora",
-        )
+        want = "peft, which has the adapter's modules"
+        do = f"{install('lora')}, or remove model.lora"
         yield from _package("peft", "model.lora", want, do)
     yield from _code(engine.kind, "engine.kind")
     if engine.kind == "megatron":
@@ -153,7 +151,8 @@ def _models(
 
 
 def _directory(path: str, setting: str, members: Sequence[str]) -> Iterator[BurnishError]:
-    folder, wanted = Path(path).expanduser(), " or ".join(members)
+    folder = Path(path).expanduser()
+    wanted = " or ".join(members)
     hub = HubPlace.of(path, "model")
     if is_elsewhere(path):
         from burnish.runs.remote_inputs import remote_names
@@ -221,7 +220,8 @@ def _rewards(rewards: RewardConfig) -> Iterator[BurnishError]:
     for index, reward in enumerate(rewards.functions):
         setting = f"reward.functions[{index}].function"
         if reward.function == "math_verify":
-            want, do = "math-verify, which compares expressions", install("math")
+            want = "math-verify, which compares expressions"
+            do = install("math")
             yield from _package("math_verify", setting, want, f"{do}, or name another function")
         if ":" not in reward.function and reward.function not in REWARDS:
             yield no_function(reward.function, setting, REWARDS)

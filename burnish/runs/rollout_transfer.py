@@ -62,7 +62,8 @@ def _arriving(
         for data in deliver(parcels, layout):
             received |= pickle.loads(data)  # noqa: S301 - from a rank of this run
         for number in numbers.tolist() if layout.is_main else ():
-            known, got = table.rollout(number), received.get(number)
+            known = table.rollout(number)
+            got = received.get(number)
             if isinstance(got, tuple):
                 text, asked, answer = got
                 prompt = replace(known.prompt, text=asked, answer=answer)

@@ -90,8 +90,12 @@ class Run:
 
         Raises `CorruptError` if initial weights lie in a damaged step, and `BurnishError` if ranks have different inputs.
         """
-        self._session, self._layout, self._config = session, session.layout, session.config
-        self._learners, self._fingerprints, self._total_steps = learners, fingerprints, total_steps
+        self._session = session
+        self._layout = session.layout
+        self._config = session.config
+        self._learners = learners
+        self._fingerprints = fingerprints
+        self._total_steps = total_steps
         self._observers: Observers | None = None
         self._validate: Validation | None = None
         self._queue: BatchQueue | None = None
@@ -142,7 +146,8 @@ class Run:
                 self._kept = keep(path, composite, step)
 
     def _log_start(self) -> None:
-        made, total = self.state.step, self._total_steps
+        made = self.state.step
+        total = self._total_steps
         if made >= total:
             log.info("step %d of %d is done already: nothing is left to do", made, total)
             return
@@ -166,7 +171,8 @@ class Run:
         A save stores the batches and completions of `queue`. A signal ends the block with a commit and `StoppedError`, and so does
         `LostRewards`.
         """
-        self._validate, self._queue = validate, queue
+        self._validate = validate
+        self._queue = queue
         try:
             self._begin()
             yield
@@ -188,7 +194,8 @@ class Run:
 
     def steps(self) -> Iterator[int]:
         """Yield the remaining steps, 0-based. Make late saves between them; end on a signal on any rank. Collective."""
-        done, total = self.state.step, self._total_steps
+        done = self.state.step
+        total = self._total_steps
         patience = _SAVE_SECONDS if self._config.checkpoint.save_every == "auto" else math.inf
         with self._session.progress.phase("steps", total, done=done, lines=False) as bar:
             for step in range(done, total):
@@ -216,7 +223,8 @@ class Run:
         `batches` are its updates' mini-batches, made of `rollouts`.
         """
         self._note_finished_save(wait=False)
-        main, pending = self._learners[MAIN].engine, self._queue.pending() if self._queue else ()
+        main = self._learners[MAIN].engine
+        pending = self._queue.pending() if self._queue else ()
         self.state = TrainerState(
             step=self.state.step + 1,
             cursor=cursor,
@@ -236,7 +244,8 @@ class Run:
         if self._is_due(self._config.distributed.check_replicas_every):
             self._check_replicas()
         due = self._is_due(self._config.evaluation.every)
-        save, last = self._save_is_due(validated=due), self.state.step == self._total_steps
+        save = self._save_is_due(validated=due)
+        last = self.state.step == self._total_steps
         self._record(values, validate=due, save=save or last)
         if save:
             self._after_save()
@@ -248,7 +257,8 @@ class Run:
 
     def _begin(self) -> None:
         """Open the observers, and finish an interrupted step's validation and log."""
-        session, state = self._session, self.state
+        session = self._session
+        state = self.state
         session.spans.step = state.step
         logged: dict[str, float] = {}
         with agree(self._layout), self._writing():
@@ -288,7 +298,8 @@ class Run:
                     self._write_rollouts(rollouts)
             require_measured(self._config.checkpoint.keep_best.metric, measured)
             values = spans.added(values) | measured
-            kept, later = json_numbers(measured), self.state.measured_later
+            kept = json_numbers(measured)
+            later = self.state.measured_later
             if self._saved_step == self.state.step:
                 later = {**later, str(self.state.step): kept}
             self.state = replace(
@@ -309,7 +320,9 @@ class Run:
         by_token: Mapping[str, Mapping[int, Floats]] = MappingProxyType({}),
     ) -> None:
         """Write rollouts on rank 0 if due. A validation has no `advantages`. Collective."""
-        step, total, settings = self.state.step, self._total_steps, self._config.tracking
+        step = self.state.step
+        total = self._total_steps
+        settings = self._config.tracking
         wanted = wanted_rollouts(settings, step, total, table, advantages is None)
         if wanted is None:
             return
@@ -392,7 +405,8 @@ class Run:
     def _committed(self, step: int) -> None:
         self._saved_step = step
         if self._observers is not None:
-            mirror, root = self._session.mirror, self._session.directory.root
+            mirror = self._session.mirror
+            root = self._session.directory.root
             place = str(root.absolute()) if mirror is None else mirror.url.rstrip("/")
             self._observers.checkpoint_committed(f"{place}/{CHECKPOINTS}/{step_name(step)}")
 
@@ -446,7 +460,9 @@ class Run:
             may_be_fresh=self._config.checkpoint.fresh_optimizer,
         )
         self._keep(source)
-        self.pending, self.partial, self._saved_step = pending, partial, self.state.step
+        self.pending = pending
+        self.partial = partial
+        self._saved_step = self.state.step
 
     def _other_counts(self) -> dict[str, Updates]:
         learners = self._learners.items()

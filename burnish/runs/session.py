@@ -69,7 +69,8 @@ def open_run(
 
     First refuses a directory that another process uses or another run owns, and ranks with different configurations.
     """
-    directory, settings = RunDirectory(config.directory), config.checkpoint
+    directory = RunDirectory(config.directory)
+    settings = config.checkpoint
     spans = Spans(
         settle=partial(synchronize, device),
         reset_peak=partial(reset_peak_memory, device),
@@ -159,7 +160,8 @@ def _claim(session: Session) -> None:
 
     Raises `IncompatibleError` for another run's mirror, and `UsageError` if it holds steps and `resume` is never.
     """
-    directory, mirror = session.directory, session.mirror
+    directory = session.directory
+    mirror = session.mirror
     identity = {RUN: directory.read_environment().get(RUN) or uuid.uuid4().hex}
     if mirror is not None:
         identity |= mirror.require_own(directory, RunIdentity(session.method.name, session.config))

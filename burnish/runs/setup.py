@@ -143,13 +143,15 @@ class Learner:
 
     def take_flops(self) -> float:
         """Return the FLOPs of this rank's passes since the last call."""
-        passed, self.engine.passed = self.engine.passed, Passed()
+        passed = self.engine.passed
+        self.engine.passed = Passed()
         frozen = self.foundation.adapter is not None
         return self.foundation.flops.training(passed, frozen=frozen) / self.engine.layout.sharing
 
     def contents(self) -> ModelContents:
         """Return its checkpoint's contents."""
-        weights, names = list(self.engine.shards(Part.WEIGHTS)), self.foundation.names
+        weights = list(self.engine.shards(Part.WEIGHTS))
+        names = self.foundation.names
         whole = kept_in_fp32(self.foundation.hf_config, (each.spec.name for each in weights))
         return ModelContents(
             weights=[renamed(shard, names) for shard in weights],
@@ -183,8 +185,10 @@ def lay_foundation(
     require_embeddings(hf_config, tokenizer)
     _require_stop_tokens(config.rollout.stop_token_ids, hf_config)
     making.require_fitting(hf_config, config.engine, config.model.adapter)
-    layout, device = layout or Layout(), device or torch.device("cpu")
-    tuned, generates = config.model.adapter, config.reward.given
+    layout = layout or Layout()
+    device = device or torch.device("cpu")
+    tuned = config.model.adapter
+    generates = config.reward.given
     rollout = config.rollout
     sampling = Sampling(
         rollout.max_response_length,
@@ -342,12 +346,14 @@ def _rows(
     foundation: TextFoundation, paths: Sequence[str], setting: str, progress: Progress | None
 ) -> Rows:
     """Read rows, or list the files of streamed ones. Collective."""
-    data, seed = foundation.config.data, foundation.config.seed
+    data = foundation.config.data
+    seed = foundation.config.seed
     if setting == "data.train" and data.streaming:
         from burnish.data.streaming import open_rows
 
         buffer = data.streaming * _MEGABYTE
-        shuffle, layout = data.shuffle, foundation.layout
+        shuffle = data.shuffle
+        layout = foundation.layout
         return open_rows(paths, setting, buffer, seed=seed, shuffle=shuffle, layout=layout)
     return load_rows(paths, setting, progress)
 
@@ -400,12 +406,14 @@ def example_dataset(
     progress: Progress | None = None,
 ) -> ExampleDataset:
     """Read the SFT examples in `paths`, or their `first` rows. Collective."""
-    data, budget = foundation.config.data, foundation.config.microbatch_tokens
+    data = foundation.config.data
+    budget = foundation.config.microbatch_tokens
     rows = _rows(foundation, paths, setting, progress).first(first)
     limits = {"data.max_length": min(data.max_length or budget, budget)}
     limits |= rotary_limits(foundation.hf_config)
     name = min(limits, key=limits.__getitem__)
-    tokenizer, layout = foundation.tokenizer, foundation.layout
+    tokenizer = foundation.tokenizer
+    layout = foundation.layout
     ends = foundation.eos_token_ids
     from burnish.data.examples import ExampleDataset
 
@@ -447,7 +455,8 @@ def prove_start(engine: Engine, foundation: Foundation) -> None:
 
     An adapter that training continues is left out, because transformers alone does not add it.
     """
-    config, flops = foundation.config, foundation.flops
+    config = foundation.config
+    flops = foundation.flops
     if foundation.adapter is None:
         prove_directory(engine, foundation.source, foundation.hf_config, flops, config.engine)
     elif config.model.lora.path is None:

@@ -13,7 +13,9 @@ from burnish.tracking.stats import Max, Stats
 log = logging.getLogger("burnish")
 
 # A straggler takes _FACTOR times as long as the median rank, and _SECONDS longer, in _STEPS steps in a row.
-_FACTOR, _SECONDS, _STEPS = 1.5, 1.0, 3
+_FACTOR = 1.5
+_SECONDS = 1.0
+_STEPS = 3
 
 
 class Stragglers:
@@ -34,7 +36,8 @@ class Stragglers:
         """End the step: return each part's slowest rank and its time over the median's; warn of lasting ones."""
         found = Stats()
         for part, seconds in self._seconds.items():
-            rank, typical = int(seconds.argmax()), float(np.median(seconds))
+            rank = int(seconds.argmax())
+            typical = float(np.median(seconds))
             longest = float(seconds[rank])
             found[f"perf/slowest_rank/{part}"] = Max(float(rank))
             found[f"perf/slowest_share/{part}"] = Max(longest / typical if typical else 1.0)

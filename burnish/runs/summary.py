@@ -48,7 +48,8 @@ def summary(
     brief: bool = False,
 ) -> str:
     """Return aligned lines that say what a run does; unless `brief`, also sizes, formula, saving and `memory`."""
-    engine, data = config.engine, config.data
+    engine = config.engine
+    data = config.data
     processes = count_text(world, "process")
     rows = [
         ("model", f"{_model(config.model, run_dir)}{_parameters(config.model)}"),
@@ -57,7 +58,8 @@ def summary(
     if not method.trains and config.rollout.engine == "openai":
         rows = [("model", f"{config.rollout.model} at {config.rollout.url}")]
     rows += [("layout", _layout(engine, world))] if method.trains and world > 1 else []
-    count, about = 0, ""
+    count = 0
+    about = ""
     if method.trains:
         text, count, about = _data(data.train, "data.train")
         rows.append(("train on", text))
@@ -138,7 +140,8 @@ def _learning_rate(optim: OptimConfig) -> str:
 def _output_rows(
     checkpoint: CheckpointConfig, directory: Path, mirror: str | None, saved: Sequence[Path]
 ) -> Iterator[Row]:
-    interval, best = checkpoint.save_every, checkpoint.keep_best
+    interval = checkpoint.save_every
+    best = checkpoint.keep_best
     often = "about every 30 minutes" if interval == "auto" else f"every {interval} steps"
     parts = [f"{often} and at the end" if interval else "at the end"]
     parts.append(f"the last {checkpoint.keep_last}")
@@ -215,7 +218,8 @@ def _data(paths: Sequence[str], setting: str) -> tuple[str, int, str]:
 def _count(paths: Sequence[str], setting: str) -> tuple[int, str]:
     """Count rows for a moment: 0 if that fails; with "about ", the count is extrapolated."""
     deadline = time.monotonic() + _COUNTING_SECONDS
-    rows = read = 0
+    rows = 0
+    read = 0
     try:
         if any(is_elsewhere(path, "dataset") for path in paths):
             return 0, ""
@@ -225,7 +229,8 @@ def _count(paths: Sequence[str], setting: str) -> tuple[int, str]:
         total = sum(file.stat().st_size for file in files)
         for file in files:
             for found, size in _COUNTERS[file.suffix](file):
-                rows, read = rows + found, read + size
+                rows = rows + found
+                read = read + size
                 if time.monotonic() > deadline and 0 < read < total:
                     return round(rows * total / read), "about "
     except (OSError, ValueError):  # the run reports what is wrong when it reads the data

@@ -31,7 +31,9 @@ if TYPE_CHECKING:
 
 # Keys of state.json: the digest of the settings that decide the outcome (`burnish.config.resume`), and `weights_version`. Steps may
 # lack these two. Then the fingerprints of the run's inputs.
-_CONFIG_DIGEST, _WEIGHTS_VERSION, _INPUTS = "config_digest", "weights_version", "inputs"
+_CONFIG_DIGEST = "config_digest"
+_WEIGHTS_VERSION = "weights_version"
+_INPUTS = "inputs"
 
 Count = Annotated[int, Strict(), Field(ge=0)]
 """A number that only grows."""
@@ -197,7 +199,8 @@ def state_json(
     state: TrainerState, main: Learner, fingerprints: Fingerprints, config_digest: str
 ) -> dict[str, Any]:
     """Return the content of state.json in this state."""
-    adapter, critic = main.foundation.adapter, main.foundation.config.critic
+    adapter = main.foundation.adapter
+    critic = main.foundation.config.critic
     written = {} if adapter is None else {ADAPTER_STATE: adapter}
     return (
         asdict(state)
@@ -290,7 +293,8 @@ def require_same_adapter(
 
     Raises `IncompatibleError`. The base model may have moved.
     """
-    have, want = dict(recorded or {}), dict(wanted or {})
+    have = dict(recorded or {})
+    want = dict(wanted or {})
     keys = [key for key in {**want, **have} if key != "base" and have.get(key) != want.get(key)]
     if not keys:
         return

@@ -81,7 +81,10 @@ class ConsoleTracker(Tracker):
         stream: TextIO | None = None,
         width: int | None = None,
     ) -> None:
-        self._total, self._every, self._width, self._stream = total_steps, every, width, stream
+        self._total = total_steps
+        self._every = every
+        self._width = width
+        self._stream = stream
         screen = cast(TextIO, Screen(stream or sys.stdout))
         # In a notebook, rich would display an empty block beside each line.
         self._console = Console(file=screen, highlight=False, force_jupyter=False)

@@ -36,7 +36,8 @@ class Curve:
         """Return last steps, means, lowest and highest values of at most `most` buckets, for JSON."""
         known = self.values[:]  # another thread may read more meanwhile
         steps = self.steps[: len(known)]
-        start, stop = bisect_left(steps, first), bisect_right(steps, last)
+        start = bisect_left(steps, first)
+        stop = bisect_right(steps, last)
         count = max(0, stop - start)
         buckets = min(count, most)
         ends = [start + count * number // buckets for number in range(buckets + 1)] if count else []
@@ -65,7 +66,9 @@ class Curves:
         self.last_step = 0
         self.problem: CorruptError | None = None
         """The problem of a line that was skipped."""
-        self._place, self._tail, self._inode = 0, b"", 0
+        self._place = 0
+        self._tail = b""
+        self._inode = 0
 
     def finite(self, name: str) -> list[float]:
         """Return the finite values of a metric; none if it is not there."""

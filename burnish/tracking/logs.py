@@ -21,9 +21,13 @@ from burnish.files.storage import open_regular
 from burnish.redaction import printable, redacted
 from burnish.tracking.spans import Spans
 
-_BYTES, _FILES = 10_000_000, 4
-_LAST_LINES, _LAST_BYTES = 8, 1 << 14
-_CRASH, _CRASH_LINES = "Fatal Python error", 12  # first words of faulthandler's stacks; lines kept
+_BYTES = 10_000_000
+_FILES = 4
+_LAST_LINES = 8
+_LAST_BYTES = 1 << 14
+# first words of faulthandler's stacks; lines kept
+_CRASH = "Fatal Python error"
+_CRASH_LINES = 12
 
 log = logging.getLogger("burnish")
 # This logger's handler is the process's latest log, for errors that are reported after the run.
@@ -43,8 +47,11 @@ class RankLog(RotatingFileHandler):
             delay=True,
         )
         self.addFilter(lambda record: record.levelno >= logging.INFO or _is_ours(record))
-        self._rank, self._form, self.spans = rank, form, spans
-        self._is_lost, self._catches_faults = False, not faulthandler.is_enabled()
+        self._rank = rank
+        self._form = form
+        self.spans = spans
+        self._is_lost = False
+        self._catches_faults = not faulthandler.is_enabled()
         self.last: Sequence[str] = ()  # lines before the error that ended the run
 
     def format(self, record: logging.LogRecord) -> str:
@@ -52,7 +59,9 @@ class RankLog(RotatingFileHandler):
         text = redacted(record.getMessage())
         stack = "".join(traceback.format_exception(*record.exc_info)) if record.exc_info else ""
         stack = redacted(stack)
-        level, step, phase = record.levelname.lower(), self.spans.step, self.spans.current
+        level = record.levelname.lower()
+        step = self.spans.step
+        phase = self.spans.current
         if self._form == "json":
             when = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")
             place = {"rank": self._rank, "step": step, "phase": phase, "logger": record.name}
@@ -98,7 +107,9 @@ def rank_log(path: Path, rank: int, spans: Spans, form: Literal["text", "json"])
     """Log to `path` inside the block. Existing handlers get no more than before."""
     handler = RankLog(path, rank, spans, form)
     _ended.handlers = [handler]
-    root, level, shown = logging.getLogger(), log.level, log.getEffectiveLevel()
+    root = logging.getLogger()
+    level = log.level
+    shown = log.getEffectiveLevel()
     # Libraries with handlers of their own, such as transformers, pass nothing to the root.
     named = [each for each in root.manager.loggerDict.values() if isinstance(each, logging.Logger)]
     loggers = [root, *(each for each in named if not each.propagate)]

@@ -25,7 +25,9 @@ if TYPE_CHECKING:
     from burnish.records.rollout_table import RolloutTable
     from burnish.tracking.rollouts import Kind
 
-_REPORT_SECONDS, _REPORT_SHARE = 60.0, 0.02  # least time between reports, largest share of time
+# least time between reports, largest share of time
+_REPORT_SECONDS = 60.0
+_REPORT_SHARE = 0.02
 # To send the rest of a stopped run.
 _STOP_SECONDS = 10.0
 
@@ -73,7 +75,9 @@ class Observers:
         decode: Callable[[list[int]], str] | None = None,
     ) -> None:
         """Open them for a run that goes on after `step` (0: new); remove later steps' data."""
-        self._directory, self._settings, self._total_steps = directory, settings, total_steps
+        self._directory = directory
+        self._settings = settings
+        self._total_steps = total_steps
         directory.write_status(total_steps, "running")
         discard_leftovers(directory.root)
         discard_leftovers(directory.rollouts)

@@ -26,7 +26,8 @@ from burnish.tracking.span_records import (
 _AT_ONCE = 64
 """Most traces in a request."""
 # Codes of OTLP: a span within one process, and a failure.
-_INTERNAL, _ERROR = 1, 2
+_INTERNAL = 1
+_ERROR = 2
 _RETRIED = (429, 502, 503, 504)
 """Statuses of a collector that may soon take more."""
 
@@ -37,7 +38,8 @@ class OtlpExporter:
     # OpenTelemetry's own exporter takes ten times the CPU time: it makes a protobuf message for each attribute.
 
     def __init__(self, directory: Path, *, endpoint: str, resource: Attributes) -> None:
-        path, known = "/v1/traces", os.environ.get
+        path = "/v1/traces"
+        known = os.environ.get
         if endpoint == "env":
             base = known("OTEL_EXPORTER_OTLP_ENDPOINT") or "http://localhost:4318"
             endpoint = known("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT") or base.rstrip("/") + path
@@ -62,14 +64,16 @@ class OtlpExporter:
 
     def sync(self) -> None:
         """Send held traces."""
-        held, self._held = self._held, []
+        held = self._held
+        self._held = []
         for start in range(0, len(held), _AT_ONCE):
             self._send(protobuf(held[start : start + _AT_ONCE], self._resource))
 
     def _send(self, body: bytes) -> None:
         """Send a request, retried until the time-out if the collector is away or busy. Raises `OSError`."""
         request = self._request(data=gzip.compress(body) if self._is_compressed else body)
-        deadline, pause = time.monotonic() + self._timeout, 0.5
+        deadline = time.monotonic() + self._timeout
+        pause = 0.5
         while True:
             try:
                 left = max(0.1, deadline - time.monotonic())
@@ -104,7 +108,8 @@ def _span_message(trace: bytes, number: int, span: TraceSpan) -> bytes:
     parts = [_field(1, trace), _field(2, span_id((trace, number))), _field(5, span.name.encode())]
     if number:
         parts.append(_field(4, span_id((trace, 0))))
-    begin, end = nanoseconds(span.begin), nanoseconds(span.end)
+    begin = nanoseconds(span.begin)
+    end = nanoseconds(span.end)
     parts.append(_number(6, _INTERNAL) + struct.pack("<BqBq", 7 << 3 | 1, begin, 8 << 3 | 1, end))
     if span.error is not None:
         parts.append(_field(15, _field(2, span.error.encode()) + _number(3, _ERROR)))

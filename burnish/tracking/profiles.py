@@ -26,7 +26,8 @@ def profiling(
 ) -> Iterator[None]:
     """Write `step-N.rank-R.json.gz` for each of `steps` inside the block, and if `with_torch` `….torch.json.gz`."""
     profile = _Profile(directory, rank, spans, frozenset(steps), with_torch)
-    around, ended = [*spans.around], [*spans.ended]
+    around = [*spans.around]
+    ended = [*spans.ended]
     spans.around.append(profile.within)
     if torch.version.cuda and torch.cuda.is_available():  # AMD's builds have no NVTX
         spans.around.append(torch.cuda.nvtx.range)
@@ -42,8 +43,11 @@ class _Profile:
     def __init__(
         self, directory: Path, rank: int, spans: Spans, steps: frozenset[int], with_torch: bool
     ) -> None:
-        self._directory, self._rank, self._spans = directory, rank, spans
-        self._steps, self._with_torch = steps, with_torch
+        self._directory = directory
+        self._rank = rank
+        self._spans = spans
+        self._steps = steps
+        self._with_torch = with_torch
         self._step: int | None = None
         self._events: list[dict[str, Any]] = []
         self._offset = 0.0
@@ -75,7 +79,9 @@ class _Profile:
                 write_atomically(Path(f"{path}.json.gz"), gzip.compress(text.encode(), mtime=0))
         except OSError as error:
             log.warning("%s is not written: %s", path, error)
-        self._step, self._events, self._torch = step, [], None
+        self._step = step
+        self._events = []
+        self._torch = None
         # Each rank has its own clock, so traces use the time of day.
         self._offset = time.time() - self._spans.now()
         if step in self._steps and self._with_torch:

@@ -27,7 +27,8 @@ from rich.progress import Progress as RichProgress
 
 _DRAWS_A_SECOND = 5
 # Seconds between a phase's lines without a terminal, and before the first line of the first phase with a name.
-_LINE_SECONDS, _FIRST_SECONDS = 30.0, 2.0
+_LINE_SECONDS = 30.0
+_FIRST_SECONDS = 2.0
 _SPEED_SECONDS = 3600.0  # the time left is estimated from the speed over this time
 
 
@@ -81,8 +82,11 @@ class Bar:
         clock: Callable[[], float],
         moved: Callable[[], None],
     ) -> None:
-        self._show, self._clock, self._moved = show, clock, moved
-        self._done, self._began = 0.0, clock()
+        self._show = show
+        self._clock = clock
+        self._moved = moved
+        self._done = 0.0
+        self._began = clock()
 
     def advance(self, count: float = 1) -> None:
         """Count more of the phase's units as done."""
@@ -103,7 +107,9 @@ class Progress:
         clock: Callable[[], float] = time.monotonic,
         moved: Callable[[], None] = lambda: None,
     ) -> None:
-        self.moved, self._clock, self._begun = moved, clock, set[str]()
+        self.moved = moved
+        self._clock = clock
+        self._begun = set[str]()
         screen = cast(TextIO, Screen(stream or sys.stderr))
         self._console = Console(file=screen, quiet=not enabled, force_jupyter=False)
         self._bars = RichProgress(

@@ -23,7 +23,9 @@ from burnish.tracking.rollouts import Row, rank, read_rollouts, rollout_files
 from burnish.tracking.rundir import STEPS, TRAINER, RunDirectory, write_atomically
 from burnish.tracking.trackers import State
 
-MAX_CURVES, MAX_POINTS, READ_BYTES = 1000, 400, 32_000_000
+MAX_CURVES = 1000
+MAX_POINTS = 400
+READ_BYTES = 32_000_000
 """Most metrics, most points of a line, and most bytes of rollout files that are read, besides the newest and the oldest one."""
 log = logging.getLogger("burnish")
 
@@ -38,7 +40,9 @@ _ASSET = re.compile(
     r'|<script type="module" src="static/(?P<module>\S+)"></script>'
 )
 _IMPORT = re.compile(r'^import .* from "\./(\S+)";\n', re.M)
-_ANSWERS, _POLICY = "<!-- answers -->", '<meta charset="utf-8">\n'  # mark the places in the page
+# mark the places in the page
+_ANSWERS = "<!-- answers -->"
+_POLICY = '<meta charset="utf-8">\n'
 
 
 def write_report(run_dir: Path, state: State | None = None) -> Path:
@@ -47,7 +51,8 @@ def write_report(run_dir: Path, state: State | None = None) -> Path:
     curves = Curves(run.metrics).whole()
     name = run_dir.resolve().name
     config = redacted(config_text(run))
-    environment, steps = run.read_environment(), run.read_status().get(STEPS)
+    environment = run.read_environment()
+    steps = run.read_status().get(STEPS)
     facts = {"run": name, "name": name, "kind": environment.get(TRAINER), "model": model_of(run)}
     facts |= {"state": state, "step": curves.last_step, "of": steps}
     answers = {
@@ -98,9 +103,12 @@ def _page() -> str:
 
     def inlined(found: re.Match[str]) -> str:
         kind, name = next((kind, name) for kind, name in found.groupdict().items() if name)
-        tag, text, before = kind, _asset(name), ""
+        tag = kind
+        text = _asset(name)
+        before = ""
         if kind == "module":
-            tag, text = "script", "".join(_modules(name, set()))
+            tag = "script"
+            text = "".join(_modules(name, set()))
             before = f'<script type="application/json" id="frozen">{_ANSWERS}</script>\n'
         digest = b64encode(sha256(text.encode()).digest()).decode()
         hashes[tag].append(f"'sha256-{digest}'")

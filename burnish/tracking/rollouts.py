@@ -30,7 +30,8 @@ Row = dict[str, Any]
 
 _BLOCK_BYTES = 1 << 18
 """About the size of a block, which is compressed as a whole. A reader of one row reads one block."""
-EXTREMES, RANDOMS = 4, 8
+EXTREMES = 4
+RANDOMS = 8
 """How many rollouts of a step are kept longest: of the best, of the worst, and random ones."""
 _REQUIRED = {"step", "prompt_index", "prompt", "completion", "reward"}  # of all rows
 _NAME = re.compile(r"(step|validation)-(\d+)(\.rest)?\.jsonl\.gz")
@@ -189,7 +190,9 @@ class Thinning:
     """Keep a directory of rollout files below a size, without listing it after each step."""
 
     def __init__(self, directory: Path, keep: int) -> None:
-        self._directory, self._keep, self._left = directory, keep, 0
+        self._directory = directory
+        self._keep = keep
+        self._left = 0
 
     def wrote(self, step: int, kind: Kind) -> None:
         """Count a step's files; above the limit, remove the oldest and a bit more than needed."""
@@ -203,8 +206,10 @@ def thin_rollouts(directory: Path, keep: int) -> int:
     """Remove the oldest files, first those with the rest, if all take more than `keep` bytes. Return the bytes that stay."""
     found = named_rollouts(directory)
     files = sorted((not rest, step, path, path.stat().st_size) for _, step, rest, path in found)
-    steps, total = [step for _, step, *_ in files], sum(size for *_, size in files)
-    first, newest = min(steps, default=0), max(steps, default=0)
+    steps = [step for _, step, *_ in files]
+    total = sum(size for *_, size in files)
+    first = min(steps, default=0)
+    newest = max(steps, default=0)
     # Frees a share more than needed, but keeps the newest files and the first step's chosen rollouts.
     most = keep if total <= keep else keep - keep // _SPARE
     for is_chosen, step, path, size in files:
@@ -222,7 +227,9 @@ def blocks(path: Path, start: int = 0) -> Generator[tuple[int, bytes]]:
         file.seek(start)
         data = file.read(_BLOCK_BYTES)
         while data:
-            decoder, parts, read = zlib.decompressobj(wbits=31), [], 0
+            decoder = zlib.decompressobj(wbits=31)
+            parts = []
+            read = 0
             while not decoder.eof:
                 try:
                     parts.append(decoder.decompress(data))
@@ -232,7 +239,8 @@ def blocks(path: Path, start: int = 0) -> Generator[tuple[int, bytes]]:
                 read += len(data)
                 data = decoder.unused_data or file.read(_BLOCK_BYTES)
                 if not data and not decoder.eof:
-                    problem, have = f"{path} ends within a block", f"{start + read} bytes"
+                    problem = f"{path} ends within a block"
+                    have = f"{start + read} bytes"
                     raise CorruptError(problem, have=have, do=_REMEDY)
             yield start, b"".join(parts)
             start += read - len(decoder.unused_data)

@@ -32,11 +32,16 @@ from burnish.version import __version__
 _DIFF_BYTES = 1 << 20  # most of a diff that is kept
 _OBJECT_BYTES = 1 << 24  # most of a file of one JSON object that is read
 
-CHECKPOINTS, LATEST = "checkpoints", "latest"
+CHECKPOINTS = "checkpoints"
+LATEST = "latest"
 """The directory of steps, in a run's directory and in its mirror, and the name of the newest step."""
-RUN, START, TRAINER = "run", "start", "trainer"
+RUN = "run"
+START = "start"
+TRAINER = "trainer"
 """Keys of environment.json: the id of the run, the id of this start, and the run's command."""
-STATUS, STEPS, STATE = "status.json", "steps", "state"
+STATUS = "status.json"
+STEPS = "steps"
+STATE = "state"
 """The file with the run's total steps and its state (running, finished, stopped or failed), and the keys of both."""
 
 

@@ -31,7 +31,8 @@ class _Service(Tracker):
     def __init__(self, directory: Path) -> None:
         run = RunDirectory(directory)
         self._environment = run.read_environment()
-        self._id, self._name = str(self._environment[RUN]), directory.name
+        self._id = str(self._environment[RUN])
+        self._name = directory.name
         self._config = recorded(run.config).model_dump(mode="json")
         self._described = {**self._config, "environment": self._environment}
         files = (run.config, run.environment, run.diff)
@@ -122,13 +123,15 @@ class WandbTracker(_WithArtifacts):
 class MlflowTracker(_Service):
     """Log to MLflow, to MLFLOW_TRACKING_URI and MLFLOW_EXPERIMENT_NAME. An infinity is stored as ±1.8e308."""
 
-    _TAG, _STEP = "burnish.run", "burnish.step"
+    _TAG = "burnish.run"
+    _STEP = "burnish.step"
 
     def __init__(self, directory: Path) -> None:
         from mlflow import MlflowClient, entities
 
         super().__init__(directory)
-        self._client, self._entities = MlflowClient(), entities
+        self._client = MlflowClient()
+        self._entities = entities
         name = os.environ.get("MLFLOW_EXPERIMENT_NAME", _PROJECT)
         experiment = self._client.get_experiment_by_name(name)
         place = experiment.experiment_id if experiment else self._client.create_experiment(name)
@@ -153,7 +156,8 @@ class MlflowTracker(_Service):
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Hold a step's metrics until the next request."""
-        now, most = int(1000 * time.time()), sys.float_info.max
+        now = int(1000 * time.time())
+        most = sys.float_info.max
         for name, value in values.items():
             bounded = math.copysign(most, value) if math.isinf(value) else float(value)
             key = re.sub(r"[^\w.\- :/]", "_", name)
@@ -173,7 +177,8 @@ class MlflowTracker(_Service):
 
     def sync(self) -> None:
         """Send the held metrics, with the number of their last step."""
-        held, self._metrics = self._metrics, []
+        held = self._metrics
+        self._metrics = []
         for start in range(0, len(held), 1000):
             some = held[start : start + 1000]
             tags = [self._entities.RunTag(self._STEP, str(some[-1].step))]

@@ -26,7 +26,10 @@ class Spans:
         peak: Callable[[], int] = lambda: 0,
     ) -> None:
         """Take hooks for the device: `settle` waits for a span's work, `peak` is the most bytes in use since `reset_peak`."""
-        self.now, self._settle, self._reset_peak, self._peak = clock, settle, reset_peak, peak
+        self.now = clock
+        self._settle = settle
+        self._reset_peak = reset_peak
+        self._peak = peak
         self._seconds: dict[str, float] = {}
         self._memory: dict[str, int] = {}
         self._highest = 0
@@ -94,7 +97,9 @@ class Spans:
             found[f"timing_s/{path}"] = found.get(f"timing_s/{path}", 0.0) + seconds
         found |= {f"perf/max_memory_gb/{name}": size / 1e9 for name, size in self._memory.items()}
         found["perf/max_memory_gb"] = self._highest / 1e9
-        self._seconds, self._memory, self._taken_at = {}, {}, now
+        self._seconds = {}
+        self._memory = {}
+        self._taken_at = now
         return found
 
     def _note_peak(self) -> int:

@@ -14,7 +14,8 @@ from burnish.tracking.rundir import RunDirectory
 from burnish.tracking.trackers import Tracker
 
 # Most rows of a table, and most characters of a cell.
-_SAMPLES, _CHARACTERS = 16, 2000
+_SAMPLES = 16
+_CHARACTERS = 2000
 _BUFFER = 1 << 20
 """Bytes; holds whole records while the disk is full."""
 
@@ -27,7 +28,8 @@ class TensorBoardTracker(Tracker):
         from tensorboard.compat.proto.summary_pb2 import Summary
         from tensorboard.summary.writer.record_writer import RecordWriter
 
-        self._event, self._summary = Event, Summary
+        self._event = Event
+        self._summary = Summary
         place = f"{time.time():.6f}.{socket.gethostname()}.{os.getpid()}"
         path = RunDirectory(directory).tensorboard / f"events.out.tfevents.{place}"
         path.parent.mkdir(parents=True, exist_ok=True)

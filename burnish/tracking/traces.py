@@ -48,7 +48,8 @@ class Traces:
     def __init__(
         self, directory: RunDirectory, settings: TracesConfig, keep_bytes: int, step: int
     ) -> None:
-        self._directory, self._settings = directory, settings
+        self._directory = directory
+        self._settings = settings
         self._thinning = files.Thinning(directory.traces, keep_bytes)
         files.discard_rollouts_after(directory.traces, step)
         self._config = recorded(directory.config) if directory.config.exists() else RunConfig()
@@ -101,12 +102,15 @@ class Traces:
             "burnish.source": rollout.prompt.source,
             "burnish.reward": float(rollout.reward),
         }
-        begin, end = min(span.begin for span in made), max(span.end for span in made)
+        begin = min(span.begin for span in made)
+        end = max(span.end for span in made)
         failed = "a reward has no value" if rollout.reward_error else None
         return [_span("rollout", begin, end, attributes, failed), *made]
 
     def _generation(self, rollout: Rollout, trains: bool) -> TraceSpan:
-        prompt, completion, config = rollout.prompt, rollout.completion, self._config
+        prompt = rollout.prompt
+        completion = rollout.completion
+        config = self._config
         how = config.rollout if trains else config.evaluation
         model = config.model.path or config.run_name
         operation = "chat" if prompt.messages else "text_completion"
@@ -136,7 +140,9 @@ class Traces:
         return _span(f"{operation} {model}", asked, last, attributes)
 
     def _messages(self, messages: Sequence[Mapping[str, Any]], **more: str) -> str:
-        left, found = self._settings.max_text, []  # characters of all messages
+        # characters of all messages
+        left = self._settings.max_text
+        found = []
         for message in messages:
             text = _text(message.get("content"))
             parts = [{"type": "text", "content": _cut(text, left)}]
@@ -145,7 +151,8 @@ class Traces:
         return json.dumps(found, ensure_ascii=False)
 
     def _calls(self, rollout: Rollout, otherwise: float) -> Iterator[TraceSpan]:
-        limit, is_open = self._settings.max_text, self._settings.redact == "off"
+        limit = self._settings.max_text
+        is_open = self._settings.redact == "off"
         inputs = {"completion": rollout.text, "answer": rollout.prompt.answer}
         for number, call in enumerate(rollout.calls):
             is_model = number >= len(self._config.reward.functions)
@@ -221,7 +228,8 @@ def spans_of(path: Path, row: files.Row) -> list[Attributes]:
 
 
 def _shown(span: Attributes, first: int) -> Attributes:
-    begin, end = span["startTimeUnixNano"], span["endTimeUnixNano"]
+    begin = span["startTimeUnixNano"]
+    end = span["endTimeUnixNano"]
     shown = {name: span[name] for name in ("name", "attributes", "error")}
     times = {"start": (begin - first) / 1e9, "seconds": (end - begin) / 1e9}
     return shown | times | {"depth": int(span["parentSpanId"] is not None)}

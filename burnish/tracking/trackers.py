@@ -84,12 +84,18 @@ class BackgroundTracker(Tracker):
         room: Mapping[str, int] = _ROOM,
     ) -> None:
         """Call `make(directory)` in the thread. `room` bounds the waiting calls of each method."""
-        self._name, self._make, self._room = name, make, room
-        self._directory, self._resume_step = directory, resume_step
+        self._name = name
+        self._make = make
+        self._room = room
+        self._directory = directory
+        self._resume_step = resume_step
         self._calls: list[tuple[str, tuple[Any, ...]]] = []
         self._waiting: Counter[str] = Counter()
-        self._lost, self._warned, self._deadline = 0, False, 0.0
-        self._lock, self._wake = threading.Lock(), threading.Event()
+        self._lost = 0
+        self._warned = False
+        self._deadline = 0.0
+        self._lock = threading.Lock()
+        self._wake = threading.Event()
         self._tracker: Any = None
         self.is_made = False
         """Whether the tracker is made, or has failed to be."""
@@ -109,7 +115,8 @@ class BackgroundTracker(Tracker):
         if method not in self._room:
             return
         with self._lock:
-            waiting, room = self._waiting[method], self._room[method]
+            waiting = self._waiting[method]
+            room = self._room[method]
             if waiting < room:
                 self._waiting[method] += 1
                 self._calls.append((method, arguments))
@@ -127,13 +134,15 @@ class BackgroundTracker(Tracker):
     def finish(self, state: State, deadline: float) -> None:
         """Announce the last call. `close` waits until `deadline` of the monotonic clock."""
         if not self._deadline:
-            self._deadline, self._end = deadline, state
+            self._deadline = deadline
+            self._end = state
             self._wake.set()
 
     def close(self) -> None:
         """Wait for the tracker to take the rest and close, until the deadline; log how much is lost."""
         self.finish("finished", time.monotonic() + END_SECONDS)
-        thread, self._thread = self._thread, None
+        thread = self._thread
+        self._thread = None
         if thread is None:
             return
         thread.join(max(0.0, self._deadline - time.monotonic()))
@@ -171,7 +180,8 @@ class BackgroundTracker(Tracker):
     def _take(self, taken: int, *, note: bool) -> None:
         """Make the waiting calls, except those of steps up to `taken`."""
         with self._lock:
-            calls, self._calls = self._calls, []
+            calls = self._calls
+            self._calls = []
         new = [each for each in calls if each[0] not in _OF_STEPS or each[1][0] > taken]
         made = [each for each in new if self._call(each[0], *each[1])]
         steps = [arguments[0] for method, arguments in made if method in ("log", "log_traces")]

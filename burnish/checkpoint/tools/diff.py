@@ -49,15 +49,20 @@ class Distance:
     def add(self, a: Tensor, b: Tensor) -> None:
         """Add elements, one-dimensional and equally many."""
         if a.dtype.is_complex and b.dtype.is_complex:
-            a, b = torch.view_as_real(a).flatten(), torch.view_as_real(b).flatten()
+            a = torch.view_as_real(a).flatten()
+            b = torch.view_as_real(b).flatten()
         differing = _differing(a, b)
         count = int(differing.count_nonzero())
         self.different += count
-        x, y = a.to(torch.float64), b.to(torch.float64)
+        x = a.to(torch.float64)
+        y = b.to(torch.float64)
         finite = x.isfinite() & y.isfinite()
         if not bool(finite.all()):
             self.nonfinite += int((differing & ~finite).count_nonzero())
-            a, b, x, y = a[finite], b[finite], x[finite], y[finite]
+            a = a[finite]
+            b = b[finite]
+            x = x[finite]
+            y = y[finite]
         self.square_of_a += float(x.dot(x))
         if not count or not len(a):
             return
@@ -128,14 +133,16 @@ def _differing(a: Tensor, b: Tensor) -> Tensor:
     if a.dtype == b.dtype:
         kind = _BITS[a.dtype.itemsize]
         return a.view(kind) != b.view(kind)
-    x, y = a.to(torch.float64), b.to(torch.float64)
+    x = a.to(torch.float64)
+    y = b.to(torch.float64)
     return (x != y) & ~(x.isnan() & y.isnan())
 
 
 def _ulp(a: Tensor, b: Tensor) -> int:
     if a.dtype != b.dtype:
         coarser = max(a.dtype, b.dtype, key=lambda dtype: torch.finfo(dtype).eps)
-        a, b = a.to(coarser), b.to(coarser)
+        a = a.to(coarser)
+        b = b.to(coarser)
     return int(_gaps(_ordered(a), _ordered(b)).numpy().max())
 
 

@@ -113,7 +113,8 @@ class MergedModel(Closing):
         self._base = base
         root = math.sqrt(record["rank"]) if record["rslora"] else record["rank"]
         self._scale = record["alpha"] / root
-        self._adapter, self._tensors = StepModel(step), DirectoryReader(base)
+        self._adapter = StepModel(step)
+        self._tensors = DirectoryReader(base)
         self._changes = _changes(record, base, self._adapter.weights)
         self._factors = lru_cache(maxsize=1)(self._read_factors)
         plain = self._tensors.tensors
@@ -138,7 +139,8 @@ class MergedModel(Closing):
         if change is None:
             return own
         width = self.weights[name].shape[1]
-        first, last = start // width, -(-stop // width)
+        first = start // width
+        last = -(-stop // width)
         a, b = change.factors(*self._factors(change.layer))
         rows = torch.mm(b[first:last], a[:, :width]).flatten()
         begin = first * width
@@ -306,7 +308,8 @@ def _changes(
 ) -> Mapping[str, LowRankDelta]:
     """Return the changes of the model's tensors by the names in its files, with the layers' names in the adapter's."""
     names: Mapping[str, str] = {}
-    inner = outer = ""
+    inner = ""
+    outer = ""
     language = language_within((base / CONFIG).read_bytes())
     if language is not None and (composite := composite_at(base, language)) is not None:
         names, (inner, outer) = composite.names, language_modules(composite, language)

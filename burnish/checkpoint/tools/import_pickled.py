@@ -41,7 +41,8 @@ from burnish.models.meta_init import build_on_meta, model_sizes
 from burnish.models.names import Region, regions, tied_names
 
 _DCP_METADATA = ".metadata"
-_METADATA, _METADATA_LIMIT = "metadata.json", 1 << 16
+_METADATA = "metadata.json"
+_METADATA_LIMIT = 1 << 16
 _LAYER = re.compile(r"decoder\.layers\.(?:([0-9]+)\.)?(.+)")
 _EXPERT = re.compile(r"mlp\.experts\.experts\.(?:([0-9]+)\.)?(.+)")
 _OF_EXPERTS = tuple(f"mlp.experts.experts.linear_fc{number}.weight" for number in (1, 2))
@@ -160,9 +161,11 @@ def _of_module(
         by_parameter.setdefault(region.parameter, []).append(region)
     canonical = {region.name: region.shape for region in parts}
     shapes = {name: tuple(value.shape) for name, value in model.state_dict().items()}
-    tied, present = tied_names(model), {piece.spec.name for piece in pieces}
+    tied = tied_names(model)
+    present = {piece.spec.name for piece in pieces}
     for piece in pieces:
-        name, shape = piece.spec.name, piece.spec.shape
+        name = piece.spec.name
+        shape = piece.spec.shape
         if tied.get(name, name) not in present:
             name = tied[name]
         if name in canonical and shape == canonical[name] != shapes.get(name):
@@ -239,7 +242,8 @@ def _along(piece: Shard, number: str | None) -> Iterator[tuple[int, Shard]]:
 def _unhalved(piece: Shard, name: str) -> Shard:
     """Rename a piece; a separate gate or up becomes a part of their common parameter."""
     stem, _, kind = name.rpartition(".")
-    shape, box = piece.spec.shape, piece.box
+    shape = piece.spec.shape
+    box = piece.box
     if kind in _HALVES and shape:
         name = f"{stem}.weight"
         box = box.shift((_HALVES[kind] * shape[0], *(0 for _ in shape[1:])))
@@ -294,7 +298,8 @@ def _verl_files(source: Path) -> list[str]:
     names = [f"model_world_size_{worlds[0]}_rank_{rank}.pt" for rank in range(worlds[0])]
     absent = [name for name in names if name not in found]
     if absent:
-        have, want = f"{worlds[0] - len(absent)} files", f"the files of {worlds[0]} ranks"
+        have = f"{worlds[0] - len(absent)} files"
+        want = f"the files of {worlds[0]} ranks"
         raise _missing(source, absent[0], have, want)
     return names
 

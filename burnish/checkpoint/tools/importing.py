@@ -52,7 +52,8 @@ def hugging_face(source: Path) -> ForeignCheckpoint:
 
     Raises `MissingError` for missing files, `CorruptError` for a broken one, `IncompatibleError` for an unknown dtype.
     """
-    assets, found = read_assets(source), DirectoryReader(source).locations
+    assets = read_assets(source)
+    found = DirectoryReader(source).locations
     if absent := sorted(weight_map(source).keys() - found.keys()):
         raise MissingError(
             f"{source} lacks tensors that its index names",

@@ -18,7 +18,8 @@ def listed_steps(
     root: PurePath, source: Source
 ) -> tuple[list[dict[str, Any]], CorruptError | None]:
     """Return a directory's steps, oldest first, and what is wrong with its pins."""
-    pins, problem = {}, None
+    pins = {}
+    problem = None
     try:
         pins = read_pins(root, source)
     except CorruptError as error:
@@ -31,7 +32,8 @@ def _step(path: PurePath, source: Source, number: int, reason: str | None) -> di
     found: dict[str, Any] = {"path": str(path), "step": number, "pinned": reason}
     try:
         with naming_failures(f"{path} cannot be read"):
-            step, saved = open_step(path, source), saved_at(path)
+            step = open_step(path, source)
+            saved = saved_at(path)
     except BurnishError as error:
         damaged = not isinstance(error, IncompatibleError)
         return {**found, "damaged": damaged, "problem": error.problem}

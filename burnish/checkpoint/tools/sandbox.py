@@ -15,8 +15,13 @@ import struct
 import sys
 from pathlib import Path
 
-_CREATE, _ADD_RULE, _RESTRICT = 444, 445, 446  # Landlock's system calls, on every architecture
-_VERSION_FLAG, _PATH_BENEATH, _NO_NEW_PRIVILEGES = 1, 1, 38
+# Landlock's system calls, on every architecture
+_CREATE = 444
+_ADD_RULE = 445
+_RESTRICT = 446
+_VERSION_FLAG = 1
+_PATH_BENEATH = 1
+_NO_NEW_PRIVILEGES = 38
 
 _EXECUTE = 1 << 0
 _WRITE_BY_VERSION = {
@@ -28,12 +33,19 @@ _WRITE_BY_VERSION = {
 _OF_FILES = 1 << 1 | 1 << 14  # write, truncate
 _TCP = 0b11  # bind, connect
 _OUTSIDE = 0b11  # abstract UNIX sockets, signals
-TCP_VERSION, SCOPES_VERSION = 4, 6
+TCP_VERSION = 4
+SCOPES_VERSION = 6
 """The first versions of Landlock that forbid TCP, and signals to processes outside."""
 
-_SET_SECCOMP, _FILTER = 22, 2
-_LOAD, _EQUAL, _AT_LEAST, _RETURN = 0x20, 0x15, 0x35, 0x06  # BPF's instructions
-_REFUSE, _ALLOW = 0x00050000 | errno.EPERM, 0x7FFF0000
+_SET_SECCOMP = 22
+_FILTER = 2
+# BPF's instructions
+_LOAD = 0x20
+_EQUAL = 0x15
+_AT_LEAST = 0x35
+_RETURN = 0x06
+_REFUSE = 0x00050000 | errno.EPERM
+_ALLOW = 0x7FFF0000
 _X32 = 1 << 30  # system calls of the x32 ABI, which have other numbers
 # AUDIT_ARCH of each machine, from <linux/audit.h>.
 _MACHINES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}

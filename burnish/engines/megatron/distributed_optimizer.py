@@ -62,7 +62,9 @@ class MegatronOptimizer:
     ) -> None:
         self.chunks = [_wrapped(stage, mesh) for stage in stages]
         """The stages, wrapped with the buffers in which their gradients accumulate."""
-        self._config, self._optim, self._mesh = config, optim, mesh
+        self._config = config
+        self._optim = optim
+        self._mesh = mesh
         self._chained = get_megatron_optimizer(
             _settings(config, optim),
             self.chunks,
@@ -71,7 +73,8 @@ class MegatronOptimizer:
         self.parts = [o for o in self._chained.chained_optimizers if not o.is_stub_optimizer]
         """The chained optimizers: one for experts and one for all other weights, if this rank has any."""
         with agree(layout):  # a rank may have no room in the arena
-            arena, dtype = mesh.arena if config.optimizer_offload else None, moments_dtype(optim)
+            arena = mesh.arena if config.optimizer_offload else None
+            dtype = moments_dtype(optim)
             for part in self.parts:
                 prepare_slots(part.optimizer, arena, dtype)
         self._in_waves = config.optimizer_offload or dtype is not torch.float32
@@ -254,7 +257,8 @@ class MegatronShards:
     def model(self) -> Iterator[Shard]:
         """Yield this rank's weights in the compute dtype; other ranks may hold the same."""
         for name, parameter in self._parameters.items():
-            held, box = parameter.detach(), whole(tuple(parameter.shape))
+            held = parameter.detach()
+            box = whole(tuple(parameter.shape))
             shards = (region.shard_of(held, box) for region in self._regions[name])
             yield from (shard for shard in shards if shard is not None)
 
@@ -310,7 +314,8 @@ def _described(
     layer = _LAYER.fullmatch(name)
     if layer is None:
         return name, regions_of(name, shape, sizes, *seats)
-    module, rest = chunk.decoder.layers[int(layer[1])], layer[2]
+    module = chunk.decoder.layers[int(layer[1])]
+    rest = layer[2]
     prefix = f"decoder.layers.{module.layer_number - 1}"
     name = f"{prefix}.{rest}"
     of_experts = _OF_EXPERTS.fullmatch(rest)
@@ -333,7 +338,8 @@ def boxes_in_range(
     """
     passed = 0  # elements of the region before the run
     for first, count in flat_runs(shape, region.box):
-        begin, end = max(start, first), min(stop, first + count)
+        begin = max(start, first)
+        end = min(stop, first + count)
         if begin < end:
             done = begin - start
             inside = passed - first

@@ -252,7 +252,8 @@ class MegatronEngine(ShardedEngine):
         return slice(tensor.rank() * own, (tensor.rank() + 1) * own), 1
 
     def _filler(self) -> _Planned:
-        ids, ends = torch.zeros(1, dtype=torch.int64), torch.tensor([0, 1], dtype=torch.int32)
+        ids = torch.zeros(1, dtype=torch.int64)
+        ends = torch.tensor([0, 1], dtype=torch.int32)
         plan = ScoringPlan.of(ids, ends, None, self._device, *self._sharing)
         return _Planned(plan, 1.0, None, None)
 
@@ -274,7 +275,8 @@ class MegatronEngine(ShardedEngine):
 
 def _dealt(planned: Iterable[_Planned], readers: int) -> list[Iterator[_Planned]]:
     """Return iterators that free an item once all have it; `itertools.tee` frees blocks of 57."""
-    source, waiting = iter(planned), [deque[_Planned]() for _ in range(readers)]
+    source = iter(planned)
+    waiting = [deque[_Planned]() for _ in range(readers)]
 
     def of(own: deque[_Planned]) -> Iterator[_Planned]:
         while True:

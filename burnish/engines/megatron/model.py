@@ -129,7 +129,8 @@ class PackedGPT(GPTModel):
         tokens per chunk of logits. `value_bias` is None for a language model.
         """
         super().__init__(*args, position_embedding_type="none", **options)
-        self.padding, self.chunk = padding, chunk
+        self.padding = padding
+        self.chunk = chunk
         self._rotary = [rotary]  # in a list, so that it is not registered as a submodule
         group = self.pg_collection.tp
         rows = self.vocab_size // group.size()
@@ -171,7 +172,8 @@ class PackedGPT(GPTModel):
         return hidden
 
     def _scored(self, hidden: Tensor, plan: ScoringPlan, temperature: float) -> TokenOutputs:
-        states, part = hidden[:, 0], self.part
+        states = hidden[:, 0]
+        part = self.part
         if self.score is not None:
             values = state_values(states, self.score)
             values = part.all_values(values) if self.config.sequence_parallel else values
@@ -310,7 +312,8 @@ def _stage(
     index: int,
     options: dict[str, Any],
 ) -> PackedGPT:
-    pipeline, tensor = mesh.groups.pp, mesh.groups.tp.size()
+    pipeline = mesh.groups.pp
+    tensor = mesh.groups.tp.size()
     virtual = transformer.virtual_pipeline_model_parallel_size
     vp_stage = None if virtual is None else index
     last = pipeline.rank() == pipeline.size() - 1 and index == (virtual or 1) - 1

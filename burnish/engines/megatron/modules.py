@@ -78,7 +78,8 @@ class PackedCoreAttention(nn.Module):
         **others: Any,
     ) -> Tensor:
         """Attend: queries [T, 1, heads, d], keys and values [T, 1, key heads, d] to [T, 1, heads · d]."""
-        packing, rotation = packed_seq_params.attends, packed_seq_params.rotation
+        packing = packed_seq_params.attends
+        rotation = packed_seq_params.rotation
         assert packing is not None
         assert rotation is not None
         rows = [rotate(query[:, 0], rotation), rotate(key[:, 0], rotation), value[:, 0]]
@@ -147,8 +148,10 @@ class PlainRouter(TopKRouter):
 
         Softmax over the chosen experts is softmax over all, scaled to a sum of 1.
         """
-        logits, routing = logits.flatten(0, -2), self.instructions
-        softmax_first, scores = self.config.moe_router_pre_softmax, logits
+        logits = logits.flatten(0, -2)
+        routing = self.instructions
+        softmax_first = self.config.moe_router_pre_softmax
+        scores = logits
         if softmax_first:
             scores = logits.softmax(dim=-1, dtype=torch.float32).type_as(logits)
         if routing is None or routing.prescribed is None:
@@ -175,7 +178,9 @@ class GroupedExperts(MegatronModule):
         pg_collection: ProcessGroupCollection,
     ) -> None:
         super().__init__(config=config)
-        experts, hidden, dtype = num_local_experts, config.hidden_size, config.params_dtype
+        experts = num_local_experts
+        hidden = config.hidden_size
+        dtype = config.params_dtype
         width = config.moe_ffn_hidden_size // pg_collection.expt_tp.size()
         self.linear_fc1 = _GroupedLinear((experts, 2 * width, hidden), dtype)
         self.linear_fc2 = _GroupedLinear((experts, hidden, width), dtype)

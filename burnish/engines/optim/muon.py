@@ -56,7 +56,8 @@ class Muon:
         self.weights = {name: tensor for name, tensor in weights.items() if name in matrices}
         """The local tensors that this optimizer steps, by name."""
         self._describe = partial(model_shards, model, parts=regions)
-        self._momentum, self._weight_decay = config.momentum, config.weight_decay
+        self._momentum = config.momentum
+        self._weight_decay = config.weight_decay
         with agree(layout):
             self._buffers = {n: zero_slot(tensor, arena) for n, tensor in self.weights.items()}
         self.slots = {"momentum_buffer": self._buffers}
@@ -82,7 +83,8 @@ class Muon:
             weight.tensor.add_(update.tensor, alpha=-lr * size)
 
     def _direction(self, name: str, gradients: Mapping[str, Tensor]) -> Tensor:
-        stored, device = self._buffers[name], self.weights[name].device
+        stored = self._buffers[name]
+        device = self.weights[name].device
         buffer = stored.to(device)
         gradient = gradients[name] if name in gradients else torch.zeros_like(buffer)
         buffer.lerp_(gradient, 1 - self._momentum)

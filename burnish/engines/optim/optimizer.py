@@ -45,7 +45,8 @@ class ShardedOptimizer:
         arena: Arena | None = None,
     ) -> None:
         """`regions` are the checkpoint tensors that the trained parameters hold."""
-        self._model, self._regions = model, regions
+        self._model = model
+        self._regions = regions
         self._parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
         weights = {name: local(p.data) for name, p in self._parameters.items()}
         self._muon = None
@@ -54,7 +55,8 @@ class ShardedOptimizer:
 
             self._muon = muon = Muon(model, regions, weights, config, layout, arena)
             weights = {n: t for n, t in weights.items() if n not in muon.weights}
-        self._weights, dtype = weights, moments_dtype(config)
+        self._weights = weights
+        dtype = moments_dtype(config)
         self.steps = 0
         """Steps taken; `set_steps` sets it."""
         groups: dict[bool, list[Tensor]] = {True: [], False: []}

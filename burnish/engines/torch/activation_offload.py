@@ -43,7 +43,9 @@ class _Stored:
         return self._version is not None and self.held._version != self._version
 
     def move(self, held: Tensor) -> None:
-        self.held, self.copy, self._version = held, None, None
+        self.held = held
+        self.copy = None
+        self._version = None
         self.on_host = not self.on_host
 
 
@@ -85,7 +87,8 @@ class ActivationOffload:
     """Moves tensors that layers save, for one device. Only autograd holds them; here are weak references."""
 
     def __init__(self, arena: Arena, device: torch.device) -> None:
-        self._arena, self._device = arena, device
+        self._arena = arena
+        self._device = device
         self._stream = None if device.type == "cpu" else torch.Stream(device)
         self._moves = False
         self._layers: list[_Layer] = []
@@ -124,7 +127,8 @@ class ActivationOffload:
         before = self._layers[-1] if self._layers else None
         if before is not None:
             before.copied = self._copy_out(before.stored)
-        number, here = len(self._layers), _Layer(module)
+        number = len(self._layers)
+        here = _Layer(module)
         self._layers.append(here)
         with saved_tensors_hooks(partial(self._pack, here), partial(self._unpack, number)):
             yield
@@ -182,7 +186,8 @@ class ActivationOffload:
             return
         moving = [stored for stored in layer.stored if stored.on_host]
         pairs = [(torch.empty_like(s.held, device=self._device), s.held) for s in moving]
-        layer.fetched, layer.copied = True, self._copy(pairs)
+        layer.fetched = True
+        layer.copied = self._copy(pairs)
         for stored, (held, _) in zip(moving, pairs, strict=True):
             stored.move(held)
 

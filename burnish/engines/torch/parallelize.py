@@ -142,7 +142,8 @@ def global_norm(
     gradients: Mapping[str, Tensor], cuts: Collection[str], mesh: Mesh, device: torch.device
 ) -> float:
     """Return the 2-norm of all gradients, in fp32. Those not in `cuts` count once among tensor ranks. Collective."""
-    shard, tensor = mesh.weights["shard"].get_group(), mesh.tensor
+    shard = mesh.weights["shard"].get_group()
+    tensor = mesh.tensor
     is_first = tensor is None or tensor.rank() == 0
     named = gradients.items()
     counted = [each for name, each in named if each.numel() and (is_first or name in cuts)]

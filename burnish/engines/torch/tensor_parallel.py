@@ -48,10 +48,13 @@ def share_matrices(scorer: Scorer, group: ProcessGroup) -> dict[str, ShardRule]:
     Raises `UsageError` for an unknown plan, and `IncompatibleError` for a bias that would be added per rank or a matrix that would stay
     whole.
     """
-    model, rank, ranks = scorer.model, group.rank(), group.size()
+    model = scorer.model
+    rank = group.rank()
+    ranks = group.size()
     cuts, blocks = layer_cuts(model, rank, ranks)
     vocabulary = ShardRule.of(model.config.get_text_config().vocab_size, 0, rank, ranks)
-    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    embedding = model.get_input_embeddings()
+    head = model.get_output_embeddings()
     tables = {id(layer.weight) for layer in (embedding, head) if layer is not None}
     every = model.named_parameters(remove_duplicate=False)
     cuts |= {name: vocabulary for name, parameter in every if id(parameter) in tables}

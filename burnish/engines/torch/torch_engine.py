@@ -85,7 +85,8 @@ class TorchEngine(ShardedEngine):
             from burnish.engines.torch.activation_offload import ActivationOffload
 
             offload = ActivationOffload(self.arena, device)
-            self._moving, around = offload.forward_and_backward, offload.around
+            self._moving = offload.forward_and_backward
+            around = offload.around
         self._regions = () if self._adapter else regions(model)
         self._cuts = parallelize(self._scorer, config, self.mesh, around)
         materialize(self._scorer, device)

@@ -90,7 +90,8 @@ def value_source(config: ModelConfig, hf_config: PretrainedConfig, seed: int) ->
         return weights_source(config, hf_config, seed)
     has = {spec.name for spec in tensor_specs(build_on_meta(backbone))}
     head = {spec.name for spec in tensor_specs(build_on_meta(hf_config))} - has
-    read, fresh = weights_source(config, backbone, seed), FreshSource(hf_config, seed)
+    read = weights_source(config, backbone, seed)
+    fresh = FreshSource(hf_config, seed)
     return _PartlyFresh(read, fresh, frozenset(head))
 
 

@@ -37,7 +37,8 @@ def make_generator(foundation: TextFoundation) -> Generator:
 def local_generator(foundation: Foundation) -> Generator:
     """Make the generator in this process, without weights."""
     config = foundation.config
-    name, options = config.rollout.engine, config.generator_options
+    name = config.rollout.engine
+    options = config.generator_options
     is_limited = config.data.max_prompt_length is not None
     generator = GENERATORS.load(name, "rollout.engine", options)(
         foundation.hf_config,
@@ -77,7 +78,8 @@ def make_collector(
     judge: Judge | None,
 ) -> Collector:
     """Make a collector; its generator has no weights."""
-    generator, tokenizer = make_generator(foundation), foundation.tokenizer
+    generator = make_generator(foundation)
+    tokenizer = foundation.tokenizer
     ends = foundation.eos_token_ids if isinstance(foundation, Foundation) else ()
     decode = completion_decoder(tokenizer, foundation.config.rollout.stop, ends)
 

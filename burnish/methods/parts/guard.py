@@ -20,7 +20,8 @@ from burnish.records.seeds import derive_seed
 from burnish.rollout.base import Generator
 
 # Least number of prompts, and most tokens of a completion.
-_PROMPTS, _TOKENS = 4, 16
+_PROMPTS = 4
+_TOKENS = 16
 # Nats per token. Rounding causes less, even if it sometimes routes a token to another expert.
 _ROUNDING_NATS = {"fp32": 0.01, "bf16": 0.2}
 # How many times the limit of the mean a single token may differ by.
@@ -47,7 +48,8 @@ class Guard:
         token far above it. In bf16 such tokens are only named: rounding sends some to other experts.
         """
         config = self.update.config
-        rollout, limit = config.rollout, config.rollout.max_disagreement
+        rollout = config.rollout
+        limit = config.rollout.max_disagreement
         if limit is None or (version != self.first and version % rollout.check_every):
             return
         if limit == "auto":
@@ -58,7 +60,8 @@ class Guard:
         tokens = int(drawn.lengths.sum())
         apart = self.update.disagreement(drawn, large)
         mean = float(apart[:, 0].sum()) / max(tokens, 1)
-        count, worst = int(apart[:, 1].sum()), int(apart[:, 2].argmax())
+        count = int(apart[:, 1].sum())
+        worst = int(apart[:, 2].argmax())
         most, token = apart[worst, 2:]
         singles = f"{count} of {tokens} tokens by more than {large:g}, the most by {most:.3g}: token {int(token) + 1} of completion {worst + 1}"
         if mean <= limit and (not count or precision == "bf16"):
@@ -85,7 +88,9 @@ class Guard:
 
     def _drawn(self) -> RolloutTable:
         """Return a completion of each prompt, from every rank's generator. Collective."""
-        config, rank, world = self.update.config, self.layout.rank, self.layout.world
+        config = self.update.config
+        rank = self.layout.rank
+        world = self.layout.world
         asking = 1 if self.generator.called_by_rank0 else world
         seed = derive_seed(config.seed, "guard") % 2**63
         how = sampling(config.rollout, config.rollout, seed, step=0)
@@ -107,7 +112,8 @@ class Guard:
     def _first_difference(self) -> tuple[str | None, int]:
         """Return the first tensor that differs on any rank, and how many can be compared."""
         published = self.update.engine.published()
-        have, held = [*published.fixed, *published.changing], list(self.generator.checksums())
+        have = [*published.fixed, *published.changing]
+        held = list(self.generator.checksums())
         told = gather_objects([spec for spec, _ in held], self.layout)
         specs = list(dict.fromkeys(spec for theirs in told for spec in theirs))
         for tensor in assembled(Gather(have, specs, self.layout).run(have)):

@@ -58,7 +58,8 @@ class _RewardModel:
         shares = gather_objects((own, outlines_of(mine)), layout)
         outlines = Outlines.joined(shares, len(table.owners))
         lengths = outlines.lengths
-        found, is_read = np.zeros(len(lengths)), lengths <= self.positions
+        found = np.zeros(len(lengths))
+        is_read = lengths <= self.positions
         short = np.flatnonzero(is_read)
         if not len(short):
             return found, is_read
@@ -79,9 +80,12 @@ class _RewardModel:
 
 def load_judge(foundation: Foundation, policy: Engine | None) -> Judge:
     """Load the models of `reward.models`, in the policy's process groups. Collective."""
-    config, layout, device = foundation.config, foundation.layout, foundation.device
+    config = foundation.config
+    layout = foundation.layout
+    device = foundation.device
     names = config.reward.part_names[len(config.reward.functions) :]
-    models, beside = [], policy
+    models = []
+    beside = policy
     for settings, name in zip(config.reward.models, names, strict=True):
         hf_config, tokenizer, weights = read_judge(settings, config.seed, layout, device)
         engine = make_engine(
@@ -90,7 +94,8 @@ def load_judge(foundation: Foundation, policy: Engine | None) -> Judge:
         beside = beside or engine
         engine.load(weights, Part.WEIGHTS)
         positions = longest_sequence(hf_config) or sys.maxsize
-        encoder, flops = ChatEncoder(tokenizer), count_flops(hf_config)
+        encoder = ChatEncoder(tokenizer)
+        flops = count_flops(hf_config)
         prove_directory(engine, weights, hf_config, flops, config.engine)
         models.append(_RewardModel(name, settings.weight, engine, encoder, flops, positions))
     on_error = math.nan if config.reward.on_error == "drop" else config.reward.on_error
@@ -135,7 +140,8 @@ def _judged(
         for n, place in zip(
             np.flatnonzero(table.held >= 0), table.held[table.held >= 0], strict=True
         ):
-            why, rollout = errors.get(int(n)), objects[place]
+            why = errors.get(int(n))
+            rollout = objects[place]
             call = RewardCall(model.part, None if why else float(values[n]), why, *when)
             objects[place] = replace(rollout, calls=(*rollout.calls, call))
         values[[*errors]] = on_error

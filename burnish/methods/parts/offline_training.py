@@ -106,7 +106,9 @@ def train(method: OfflineMethod, config: RunConfig, layout: Layout, device: torc
                 validate = example_validation(method, models, check, session.progress)
             bar.advance()
         loss = method.loss(config)
-        costs, spans, streaming = foundation.costs, session.spans, config.data.streaming
+        costs = foundation.costs
+        spans = session.spans
+        streaming = config.data.streaming
 
         def make_next() -> tuple[Batch, State]:
             with agree(layout if streaming else Layout()):

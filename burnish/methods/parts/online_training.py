@@ -52,7 +52,8 @@ def train(method: Method, config: RunConfig, layout: Layout, device: torch.devic
     with ExitStack() as stack:
         session = stack.enter_context(open_run(config, method, layout, device))
         pool = stack.enter_context(RewardPool(local.reward, session.spans.move))
-        spans, progress = session.spans, session.progress
+        spans = session.spans
+        progress = session.progress
         advantage = load_advantage(config.algorithm.advantage)
         loss = policy_loss_fn(config.algorithm, config.rollout.max_response_length)
         with progress.phase("setup", 4) as bar:
@@ -95,7 +96,8 @@ def train(method: Method, config: RunConfig, layout: Layout, device: torch.devic
 
                 validate = prompt_validation(foundation, collector, held_out, queue.idle)
             bar.advance()
-        policy, critic = update.engine, update.critic
+        policy = update.engine
+        critic = update.critic
         with run.training(validate, queue):
             for step in run.steps():
                 learning = step >= waiting
@@ -108,7 +110,8 @@ def train(method: Method, config: RunConfig, layout: Layout, device: torch.devic
                     if learning:
                         batches = update.with_logprobs(batches, step)
                 session.stopper.check_all()
-                stats, updates = credit.stats, update.in_epochs(batches, step)
+                stats = credit.stats
+                updates = update.in_epochs(batches, step)
                 count = sum(len(batch.microbatches) for batch in updates) if learning else None
                 with spans("update"), progress.phase("update", count) as bar:
                     for batch in updates:

@@ -45,7 +45,8 @@ from burnish.runs.signals import StopRequested, catch_signals
 from burnish.tracking.rundir import RunDirectory
 
 # Seconds for generators to start, less than the default time-out of other ranks, and for a server to describe itself.
-_START_SECONDS, _PROBE_SECONDS = 500.0, 5.0
+_START_SECONDS = 500.0
+_PROBE_SECONDS = 5.0
 # Most bytes of a note with a server's address and token.
 _NOTE_BYTES = 1 << 16
 # Prefixes of launchers' environment variables, which a generator's own process removes.
@@ -68,12 +69,11 @@ def served_generator(foundation: Foundation) -> ServedGenerator:
 
     Raises `UsageError` for too few servers, and `BurnishError` if a process does not start.
     """
-    config, layout = foundation.config, foundation.layout
+    config = foundation.config
+    layout = foundation.layout
     (specs, fixed), timeout = _specs(foundation), config.rollout.timeout_seconds
-    in_flight, vocabulary = (
-        config.rollout.in_flight,
-        foundation.hf_config.get_text_config().vocab_size,
-    )
+    in_flight = config.rollout.in_flight
+    vocabulary = foundation.hf_config.get_text_config().vocab_size
     make = partial(ServedGenerator, specs=specs, layout=layout, fixed=fixed, in_flight=in_flight)
     if config.rollout.place == "servers":
         found: list[tuple[str, str]] = []
@@ -139,7 +139,8 @@ class _Child:
 
     def __init__(self, foundation: Foundation, devices: str | None = None) -> None:
         """Start the process, which sees only `devices`, a value of CUDA_VISIBLE_DEVICES."""
-        self.token, self.url = secrets.token_urlsafe(24), ""
+        self.token = secrets.token_urlsafe(24)
+        self.url = ""
         self._seen = {} if devices is None else {"CUDA_VISIBLE_DEVICES": devices}
         layout = foundation.layout if devices is None else replace(foundation.layout, local_rank=0)
         self._given = foundation.config, self.token, layout
@@ -190,7 +191,8 @@ class _Child:
 
 def serve_at(foundation: Foundation, host: str, port: int) -> None:
     """Serve the foundation's run until SIGTERM or ctrl-C. Raises `UsageError` for a taken address."""
-    config, token = foundation.config, secrets.token_urlsafe(24)
+    config = foundation.config
+    token = secrets.token_urlsafe(24)
     server = _make_server(foundation, token, host, port)
     directory = RunDirectory(config.directory).servers
     directory.mkdir(0o700, parents=True, exist_ok=True)  # the notes hold tokens
@@ -221,7 +223,8 @@ def _make_server(foundation: Foundation, token: str, host: str, port: int) -> Ge
 
 def _specs(foundation: Foundation) -> tuple[list[TensorSpec], list[TensorSpec]]:
     """Return the tensors that a generator gets with every publication, and those that it gets once."""
-    dtype, model = compute_dtype(foundation.config.engine), build_on_meta(foundation.hf_config)
+    dtype = compute_dtype(foundation.config.engine)
+    model = build_on_meta(foundation.hf_config)
     lora = foundation.config.model.adapter_beside
     sides: tuple[tuple[Region, ...], tuple[Region, ...]] = (regions(model), ())
     if lora is not None:
@@ -239,7 +242,8 @@ def _digest_of(specs: Sequence[TensorSpec]) -> str:
 
 
 def _servers(look: Callable[[], dict[str, str]], wanted: int) -> list[tuple[str, str]]:
-    began, told = time.monotonic(), False
+    began = time.monotonic()
+    told = False
     while True:
         found = look()
         if len(found) >= wanted:

@@ -160,12 +160,14 @@ def example_validation(
 
     Every rank calls `check` between batches; it may raise.
     """
-    foundation, layout = models.foundation, models.policy.layout
+    foundation = models.foundation
+    layout = models.policy.layout
     config = foundation.config
     paths = config.data.validation
     dataset = method.dataset(foundation, paths, "data.validation", progress=progress)
     rows = _measured_rows(dataset, config.evaluation.prompts)
-    size, budget = config.batch.examples, config.microbatch_tokens
+    size = config.batch.examples
+    budget = config.microbatch_tokens
 
     def validate() -> tuple[dict[str, float], None]:
         stats = Stats({})
@@ -197,7 +199,8 @@ def evaluate(
 
     With reward functions, held-out data are prompts, else examples. Writes completions below the run's directory.
     """
-    root, step = run_dir or config.directory, None
+    root = run_dir or config.directory
+    step = None
     if run_dir is not None:
         model, step = newest_model(run_dir, config.model)
         config = config.model_copy(update={"model": model})
@@ -245,9 +248,11 @@ def _write_evaluation(
     table: RolloutTable,
 ) -> None:
     """Write `evaluations/N` below `root` as a run's directory. Collective."""
-    layout, order = foundation.layout, table.order
+    layout = foundation.layout
+    order = table.order
     rollouts = arriving(table, order, chosen(step, table.rewards, order), layout)
-    settings, texts = foundation.config, None
+    settings = foundation.config
+    texts = None
     if settings.tracking.rollout_tokens and settings.rollout.engine != "openai":
         texts = partial(texts_of_tokens, decode=foundation.tokenizer.decode)
     with agree(layout), rollouts as incoming:
@@ -288,7 +293,8 @@ def _measure(
     foundation: TextFoundation, stopper: Stopper, progress: Progress
 ) -> tuple[dict[str, float], RolloutTable | None]:
     config = foundation.config
-    paths, setting = config.data.validation, "data.validation"
+    paths = config.data.validation
+    setting = "data.validation"
     with progress.phase("evaluate"):
         if isinstance(foundation, Foundation) and not config.reward.given:
             models = Models(foundation, _load(foundation))

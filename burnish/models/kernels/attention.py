@@ -114,7 +114,8 @@ def attention_forward(
             want="layers that pass their keywords on, as those of transformers 5 do",
             do="train a model of another family",
         )
-    scaling, layer = options.get("scaling"), int(getattr(module, "layer_idx", -1))
+    scaling = options.get("scaling")
+    layer = int(getattr(module, "layer_idx", -1))
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     # Qwen2-MoE's layers know their window, and leave it to the mask.
     window = options.get("sliding_window", getattr(module, "sliding_window", None))
@@ -259,8 +260,11 @@ class BlockPlan:
     def of(cls, lengths: Sequence[int], device: torch.device) -> BlockPlan:
         """Group sequences by length, longest first; each is padded by at most an eighth, or 15 rows."""
         numbers = np.asarray(lengths, np.int64)
-        starts, kinds = numbers.cumsum() - numbers, _rounded_up(numbers)
-        blocks, rows, real = [], [np.empty(0, np.int64)], [np.empty(0, np.bool)]
+        starts = numbers.cumsum() - numbers
+        kinds = _rounded_up(numbers)
+        blocks = []
+        rows = [np.empty(0, np.int64)]
+        real = [np.empty(0, np.bool)]
         for kind in np.unique(kinds[kinds > 0])[::-1]:
             members = np.flatnonzero(kinds == kind)
             own = numbers[members, None]
@@ -268,7 +272,8 @@ class BlockPlan:
             blocks.append((len(members), len(steps)))
             rows.append((starts[members, None] + np.minimum(steps, own - 1)).ravel())
             real.append((steps < own).ravel())
-        gather, is_real = np.concatenate(rows), np.concatenate(real)
+        gather = np.concatenate(rows)
+        is_real = np.concatenate(real)
         if is_real.all() and (np.diff(gather) == 1).all():
             return cls(tuple(blocks), None, None, None)
         scatter = np.flatnonzero(is_real)[np.argsort(gather[is_real])]
@@ -311,7 +316,8 @@ def _rounded_up(lengths: Indices) -> Indices:
 def _causal(dense: Sequence[Tensor], softmax: Softmax) -> Tensor:
     query, key, value = dense
     scaling, window, softcap, sinks = softmax
-    length, gqa = query.shape[2], query.shape[1] != key.shape[1]
+    length = query.shape[2]
+    gqa = query.shape[1] != key.shape[1]
     is_half = query.device.type == "cpu" and query.dtype == torch.bfloat16
     if is_half or not softmax.is_plain:
         from burnish.models.kernels.span_attention import causal_attention
@@ -323,7 +329,8 @@ def _causal(dense: Sequence[Tensor], softmax: Softmax) -> Tensor:
         )
     outputs = []
     for start in range(0, length, window):  # as many queries at a time as a query sees keys
-        stop, first = min(start + window, length), max(0, start - window + 1)
+        stop = min(start + window, length)
+        first = max(0, start - window + 1)
         queries = torch.arange(start, stop, device=query.device)[:, None]
         distance = queries - torch.arange(first, stop, device=query.device)[None, :]
         outputs.append(

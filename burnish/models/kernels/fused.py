@@ -81,8 +81,10 @@ class FusedAttention(nn.Module):
         always = family_of(replaced.config.model_type).windows == "always"
         holder = replaced.config if always else replaced
         self.sliding_window: int | None = getattr(holder, "sliding_window", None)
-        self.q_proj, self.k_proj = replaced.q_proj, replaced.k_proj
-        self.v_proj, self.o_proj = replaced.v_proj, replaced.o_proj
+        self.q_proj = replaced.q_proj
+        self.k_proj = replaced.k_proj
+        self.v_proj = replaced.v_proj
+        self.o_proj = replaced.o_proj
         self.q_norm = getattr(replaced, "q_norm", None)
         self.k_norm = getattr(replaced, "k_norm", None)
         self.position: Callable[..., Pair] = rotate_both
@@ -96,7 +98,8 @@ class FusedAttention(nn.Module):
     ) -> tuple[Tensor, None]:
         """Return attention output [1, T, hidden]; cosines and sines are [1, T, head_dim]."""
         heads = (hidden_states.shape[1], -1, self.head_dim)
-        query, key = self.q_proj(hidden_states).view(heads), self.k_proj(hidden_states).view(heads)
+        query = self.q_proj(hidden_states).view(heads)
+        key = self.k_proj(hidden_states).view(heads)
         query, key = self.position((query, key), (self.q_norm, self.k_norm), position_embeddings)
         value = self.v_proj(hidden_states).view(heads)
         query, key, value = (part.transpose(0, 1)[None] for part in (query, key, value))
@@ -156,7 +159,8 @@ def norm_rotate(
     if rows.device.type != "cpu" and weight is not None:
         flat = weight.ndim == 1
         rows = functional.rms_norm(rows, rows.shape[-1:], weight if flat else None, epsilon)
-        rows, weight = rows if flat else rows * weight, None
+        rows = rows if flat else rows * weight
+        weight = None
         if rotation is None:
             return rows
     if torch.is_grad_enabled() or _block_length(rows) < len(rows):

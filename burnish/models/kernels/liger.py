@@ -87,7 +87,8 @@ class GatedMLP(nn.Module):
 
     def __init__(self, replaced: Any, gated: Callable[[Tensor, Tensor], Tensor]) -> None:
         super().__init__()
-        self.gate_proj, self.up_proj = replaced.gate_proj, replaced.up_proj
+        self.gate_proj = replaced.gate_proj
+        self.up_proj = replaced.up_proj
         self.down_proj = replaced.down_proj
         self._gated = gated
 

@@ -67,7 +67,8 @@ class _PackedMixer(nn.Module):
     @uncompiled
     def forward(self, hidden_states: Tensor, **options: Any) -> Tensor:
         """Return outputs of hidden states, both [1, T, H]. Raises `IncompatibleError` without `packing`."""
-        packing, self._packing = self._packing, None
+        packing = self._packing
+        self._packing = None
         if packing is None:
             raise IncompatibleError(
                 f"{type(self).__name__} has state and is called without the keyword packing, so it does not know where sequences begin",

@@ -17,7 +17,8 @@ def weigh(scores: Tensor, sinks: Tensor | None) -> Tensor | None:
         torch.softmax(scores, -1, out=scores)
         return None
     top = torch.maximum(scores.amax(-1, keepdim=True), sinks)
-    of_sinks, of_keys = (sinks - top).exp_(), scores.sub_(top).exp_()
+    of_sinks = (sinks - top).exp_()
+    of_keys = scores.sub_(top).exp_()
     total = of_keys.sum(-1, keepdim=True).add_(of_sinks)
     of_keys.div_(total)
     return of_sinks.div_(total)

@@ -33,7 +33,8 @@ _MOST_SCORES = 1 << 22
 # Devices other than CPUs take this many times both limits (64 and 256 MiB), for fewer kernels.
 _TIMES = 16
 # A span has an eighth of all queries, within these limits. Fewer make slow products, more compute larger unused triangles.
-_FEWEST_QUERIES, _MOST_QUERIES = 64, 512
+_FEWEST_QUERIES = 64
+_MOST_QUERIES = 512
 
 
 @torch.library.custom_op("burnish::causal_attention", mutates_args=())
@@ -51,15 +52,19 @@ def causal_attention(
     `query` is `[n, heads, L, d]`, `key` `[n, key heads, L, d]`, `value` `[n, key heads, L, dv]`, `sinks` `[heads]`.
     It is an operator, so that selective checkpointing keeps only its result.
     """
-    heads, width = query.shape[1], value.shape[3]
+    heads = query.shape[1]
+    width = value.shape[3]
     is_plain = softcap is None and sinks is None and window >= query.shape[2]
     if is_plain and has_matrix_units(query.device) and query.shape[3] == width:
         gqa = heads != key.shape[1]
         return scaled_dot_product_attention(
             query, key, value, is_causal=True, scale=scaling, enable_gqa=gqa
         )
-    keys, values = _fp32(key).flatten(0, 1), _fp32(value).flatten(0, 1)
-    output, queries, sinks = _empty(query, width), _by_key_head(query, key), _of_rows(sinks, key)
+    keys = _fp32(key).flatten(0, 1)
+    values = _fp32(value).flatten(0, 1)
+    output = _empty(query, width)
+    queries = _by_key_head(query, key)
+    sinks = _of_rows(sinks, key)
     with _products(query):
         for span in _spans(queries.shape, window, query.device):
             rows = span.rows(queries).mul_(scaling)
@@ -85,8 +90,10 @@ def _backward(  # noqa: PLR0913
     sinks: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients of queries, keys, values and sinks (empty without any)."""
-    keys, values = _fp32(key).flatten(0, 1), _fp32(value).flatten(0, 1)
-    key_gradient, value_gradient = torch.zeros_like(keys), torch.zeros_like(values)
+    keys = _fp32(key).flatten(0, 1)
+    values = _fp32(value).flatten(0, 1)
+    key_gradient = torch.zeros_like(keys)
+    value_gradient = torch.zeros_like(values)
     results = _empty(query), _empty(key), _empty(value), _like(sinks, query)
     queries, upstream, query_gradient = (
         _by_key_head(part, key) for part in (query, upstream, results[0])
@@ -95,7 +102,8 @@ def _backward(  # noqa: PLR0913
     sink_gradient = None if sinks is None else torch.zeros_like(sinks)
     with _products(query):
         for span in _spans(queries.shape, window, query.device):
-            rows, given = span.rows(queries).mul_(scaling), span.rows(upstream)
+            rows = span.rows(queries).mul_(scaling)
+            given = span.rows(upstream)
             row_gradient = torch.empty_like(rows)
             for part in span.groups:
                 seen = keys[part, span.seen].contiguous()
@@ -188,11 +196,13 @@ class _Span(NamedTuple):
 
 def _spans(queries: torch.Size, window: int, device: torch.device) -> Iterator[_Span]:
     n, key_heads, shared, length, _ = queries
-    total, times = n * key_heads, 1 if device.type == "cpu" else _TIMES
+    total = n * key_heads
+    times = 1 if device.type == "cpu" else _TIMES
     count = min(_MOST_QUERIES, max(_FEWEST_QUERIES, length // 8))
     count = max(1, min(count, times * _MOST_SCORES // (shared * min(length, window + count))))
     for start in range(0, length, count):
-        stop, first = min(start + count, length), max(0, start - window + 1)
+        stop = min(start + count, length)
+        first = max(0, start - window + 1)
         biased = first if stop - first > window else start
         asking, seen = (torch.arange(at, stop, device=device) for at in (start, biased))
         distance = asking[:, None] - seen[None, :]

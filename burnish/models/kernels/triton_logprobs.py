@@ -16,10 +16,12 @@ _WARPS = 16
 @triton.jit  # type: ignore[untyped-decorator]
 def _transformed(raw, scale, bound, capped: tl.constexpr):  # type: ignore[no-untyped-def]
     # Returns z, and ∂z / ∂(raw logit) divided by `scale` and `bound`.
-    z, slope = raw.to(tl.float32) * scale, 1.0
+    z = raw.to(tl.float32) * scale
+    slope = 1.0
     if capped:
         bounded = 2 * tl.sigmoid(2 * z) - 1  # tanh
-        z, slope = bounded * bound, 1 - bounded * bounded
+        z = bounded * bound
+        slope = 1 - bounded * bounded
     return z, slope
 
 
@@ -82,10 +84,12 @@ def _gradient_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0913
     raw = tl.load(logits + places, mask=inside, other=0.0)
     z, slope = _transformed(raw, scale, bound, capped)
     known += row
-    log_p, upstream = z - tl.load(known), tl.load(known + rows)
+    log_p = z - tl.load(known)
+    upstream = tl.load(known + rows)
     factor = upstream
     if uses_entropy:
-        entropy, of_entropy = tl.load(known + 2 * rows), tl.load(known + 3 * rows)
+        entropy = tl.load(known + 2 * rows)
+        of_entropy = tl.load(known + 3 * rows)
         factor = upstream + (log_p + entropy) * of_entropy
     gradient = tl.where(places == tl.load(columns + row), upstream, 0.0) - tl.exp(log_p) * factor
     tl.store(logits + places, (gradient * slope).to(raw.dtype), mask=inside)

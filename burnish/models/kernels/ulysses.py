@@ -38,7 +38,8 @@ class Ulysses:
 
     def mix(self, layer: int, mixer: Mixer, hidden: Tensor) -> Tensor:
         """See `PackedAttention.mix`. Every rank computes all tokens, because a state has no parts, and keeps its own. Collective."""
-        deal, rows = self.deal, hidden[0]
+        deal = self.deal
+        rows = hidden[0]
         if deal.group is not None:
             gathered = all_gather_rows(rows, deal.group).view(deal.ranks, deal.rows, -1)
             rows = gathered.transpose(0, 1).flatten(0, 1)

@@ -95,7 +95,8 @@ class Adapter:
         """
         plain = regions(model)
         _inject(model, config)
-        self._model, self._rank = model, config.rank
+        self._model = model
+        self._rank = config.rank
         self._layers = _computing_layers(model)
         self.scale = float(self._layers[0].scaling[ADAPTER_NAME])
         """s."""
@@ -168,7 +169,8 @@ class Adapter:
         self._gathering.run(have, want)
         for piece, pair in zip(base, factors, strict=True):
             if pair:
-                a, b = pair[0].tensor, pair[1].tensor[:, :, 0]
+                a = pair[0].tensor
+                b = pair[1].tensor[:, :, 0]
                 if self.changes[piece.spec.name].transposed:
                     a, b = b.T, a.T
                 yield _MergedShard(piece.spec, piece.box, piece.tensor, a, b, self.scale)
@@ -183,7 +185,8 @@ class Adapter:
         places = list(zip(piece.box.offsets, piece.box.sizes, strict=True))
         (row, rows), (column, columns) = reversed(places) if change.transposed else places
         a, b = (factor_name(change.layer, letter) for letter in "AB")
-        rank, first = self._rank, change.expert * self._rank
+        rank = self._rank
+        first = change.expert * self._rank
         of_a = TensorSpec(a, self._shapes[a], torch.float32)
         of_b = TensorSpec(b, (self._shapes[b][0], rank, change.experts), torch.float32)
         boxes = {
@@ -222,7 +225,9 @@ class _MergedShard(Shard):
     def part(self, box: Box) -> Tensor:
         """See `Shard.part`. Computed in fp32 and rounded once."""
         rows, columns = box.relative_to(self.box).slices
-        base, a, b = self.tensor[rows, columns], self.a[:, columns], self.b[rows]
+        base = self.tensor[rows, columns]
+        a = self.a[:, columns]
+        b = self.b[rows]
         result = torch.empty_like(base)
         step = max(1, _BLOCK_ELEMENTS // max(1, base.shape[1]))
         for start in range(0, len(base), step):
@@ -312,7 +317,8 @@ def _is_adaptable(config: PretrainedConfig, layer: str) -> bool:
 
 
 def _inject(model: PreTrainedModel, config: LoraConfig) -> None:
-    peft, targets = import_peft(), target_weights(model, config)
+    peft = import_peft()
+    targets = target_weights(model, config)
     with model.device, warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # the check below raises instead
         described = peft_config(config, kinds_of(targets), _is_transposed(model, targets))
@@ -374,7 +380,8 @@ def adapter_record(
 
     Raises `IncompatibleError` for layers that the model lacks.
     """
-    lora, base = model.lora, Path(model.path or "").expanduser().absolute()
+    lora = model.lora
+    base = Path(model.path or "").expanduser().absolute()
     built = build_on_meta(hf_config)
     weights = target_weights(built, lora)
     return {

@@ -56,7 +56,8 @@ class AdaptedExperts(nn.Module):
             a, b = (factor[ADAPTER_NAME].weight for factor in (layer.lora_A, layer.lora_B))
             factors[layer.parameter_name] = a, b
             layer = layer.base_layer
-        scale, experts = self.scaling[ADAPTER_NAME], layer
+        scale = self.scaling[ADAPTER_NAME]
+        experts = layer
         if scale == 0.0:
             return experts(hidden_states, top_k_index, top_k_weights)
         return _adapted(experts, factors, scale, hidden_states, top_k_index, top_k_weights)

@@ -60,7 +60,8 @@ class InferenceModel:
             from burnish.models.lora.adapter import Adapter
 
             adapter = Adapter(self.module, lora)
-            self._fixed, self._changing = adapter.base, adapter.weights
+            self._fixed = adapter.base
+            self._changing = adapter.weights
         held = (*self._fixed, *self._changing)
         self._tied_head = next((region for region in held if region.name in tied), None)
         self.module.requires_grad_(False).eval()
@@ -172,7 +173,8 @@ class ModuleForward:
     """Run any model through its own modules."""
 
     def __init__(self, model: PreTrainedModel) -> None:
-        self._whole, self._model = model, model.base_model
+        self._whole = model
+        self._model = model.base_model
         self._has_hooks = False  # of `burnish.models.routing`
 
     def __call__(
@@ -221,17 +223,21 @@ class FusedForward:
 class _Block:
     def __init__(self, layer: Any) -> None:
         attention: FusedAttention = layer.self_attn
-        mlp, self._attention = layer.mlp, attention
+        mlp = layer.mlp
+        self._attention = attention
         projections = (attention.q_proj, attention.k_proj, attention.v_proj)
         self._heads, self._kv_heads = (
             part.out_features // attention.head_dim for part in projections[:2]
         )
         self._head_dim: int = attention.head_dim
-        self._qkv, self._out = FusedLinear(*projections), FusedLinear(attention.o_proj)
+        self._qkv = FusedLinear(*projections)
+        self._out = FusedLinear(attention.o_proj)
         self._gate_up = FusedLinear(mlp.gate_proj, mlp.up_proj)
-        self._down, self._act = FusedLinear(mlp.down_proj), mlp.act_fn
+        self._down = FusedLinear(mlp.down_proj)
+        self._act = mlp.act_fn
         self.products = (self._qkv, self._out, self._gate_up, self._down)
-        self._norm, self._mlp_norm = layer.input_layernorm, layer.post_attention_layernorm
+        self._norm = layer.input_layernorm
+        self._mlp_norm = layer.post_attention_layernorm
 
     def __call__(
         self, hidden: Tensor, rotation: tuple[Tensor, Tensor], packing: PackedAttention
@@ -255,7 +261,8 @@ class _Block:
         return output[0].flatten(1)
 
     def _rotated(self, heads: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
-        query, key = self._attention.q_norm, self._attention.k_norm
+        query = self._attention.q_norm
+        key = self._attention.k_norm
         if query is None or key is None:
             return rotate(heads, rotation)
         weights = torch.cat(

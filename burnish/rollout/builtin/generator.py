@@ -102,7 +102,8 @@ class BuiltinGenerator(LocalGenerator[SlotSequence]):
         super().__init__(
             eos_token_ids, decode, min(filter(None, limits), default=None), experts=experts
         )
-        self._layout, self._slots = layout, slots
+        self._layout = layout
+        self._slots = slots
 
     @property
     def module(self) -> PreTrainedModel:
@@ -193,7 +194,9 @@ class Decoding:
         stop_rule: StopRule,
         slots: int,
     ) -> None:
-        self._model, self._sampling, self._stop_rule = model, sampling, stop_rule
+        self._model = model
+        self._sampling = sampling
+        self._stop_rule = stop_rule
         self._waiting = deque(sequences)
         self._unread = deque(dict.fromkeys(sequence.prompt for sequence in sequences))
         slots = min(slots, len(self._waiting))
@@ -211,7 +214,8 @@ class Decoding:
 
     def run(self, version: Callable[[], int], watch: Watch | None = None) -> None:
         """Decode to the end. `version` returns that of the weights, which `watch` may replace."""
-        reported, self._version = 0, version
+        reported = 0
+        self._version = version
         with sdpa_kernel(_KERNELS):
             while running := self._refill():
                 self._step(running)
@@ -237,7 +241,8 @@ class Decoding:
     def _move(self, sources: list[int], targets: list[int]) -> None:
         for source, target in zip(sources, targets, strict=True):
             self._slots[target], self._slots[source] = self._slots[source], None
-        rows_from, rows_to = self._index(sources), self._index(targets)
+        rows_from = self._index(sources)
+        rows_to = self._index(targets)
         self._cache.move(rows_from, rows_to)
         self._state[:, rows_to] = self._state[:, rows_from]
 
@@ -306,14 +311,16 @@ class Decoding:
         last = to_device(torch.from_numpy(ends - 1), device)
         read = _Chunk(cache, hidden[last], experts, self._version())
         for index, prompt in enumerate(prompts):
-            prompt.chunk, prompt.index = read, index
+            prompt.chunk = read
+            prompt.index = index
 
     def _step(self, running: int) -> None:
         sequences = [held for held in self._slots[:running] if held is not None]
         read = max(len(s.prompt.token_ids) + len(s.tokens) - s.drawn for s in sequences)
         span = read + self._behind
         token, position, key, count = self._state[:, :running]
-        routing, cache = self._routing(), self._cache.step(position, span)
+        routing = self._routing()
+        cache = self._cache.step(position, span)
         hidden = self._model.forward(token, position, cache, routing)
         drawn = self._draw(hidden, key, count)
         token.copy_(drawn.tokens)

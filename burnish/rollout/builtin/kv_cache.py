@@ -55,7 +55,8 @@ class PromptCache:
 
     def mix(self, layer: int, mixer: Mixer, hidden: Tensor) -> Tensor:
         """Mix within each prompt. Prompts of one length share a call: padding would change their states."""
-        output, parts = torch.empty_like(hidden[0]), []
+        output = torch.empty_like(hidden[0])
+        parts = []
         order: list[int] = []
         for length in sorted(set(self.lengths)):
             alike = [prompt for prompt, own in enumerate(self.lengths) if own == length]
@@ -99,7 +100,8 @@ class RowStore:
     """Keys and values per layer, `[rows, kv_heads, capacity, head_dim]`."""
 
     def __init__(self, longest: int, dtype: torch.dtype | None = None) -> None:
-        self._longest, self._dtype = longest, dtype
+        self._longest = longest
+        self._dtype = dtype
         self.layers: dict[int, list[Tensor]] = {}
         self.states: dict[int, States] = {}
         """States of each layer, by row."""
@@ -157,7 +159,8 @@ class SlotCache(RowStore):
         """Allocate nothing yet; `prompt` and `completion` are the most tokens."""
         super().__init__(prompt + completion, dtype)
         self._slots = slots
-        self._positions, self._span = torch.empty(0), 0
+        self._positions = torch.empty(0)
+        self._span = 0
         self._biases: dict[int | None, Tensor] = {}
 
     def place(self, rows: Tensor, prompts: PromptCache, which: Sequence[int]) -> None:
@@ -181,7 +184,9 @@ class SlotCache(RowStore):
     def step(self, positions: Tensor, span: int) -> PackedAttention:
         """Begin a step of the first n rows, with tokens at `positions` [n] below `span`; other rows have ended."""
         self.reserve(None, self._slots, span)
-        self._positions, self._span, self._biases = positions, _rounded(span), {}
+        self._positions = positions
+        self._span = _rounded(span)
+        self._biases = {}
         return self
 
     def attend(self, layer: int, parts: Heads, softmax: Softmax) -> Tensor:
@@ -222,7 +227,8 @@ def _attend_one(
     CPUs are fastest with one query per head. Other devices' kernels with a bias need as many key heads as query heads, so heads
     that share keys become queries. Sinks and soft caps are computed in fp32.
     """
-    grouped, scaling = query.view(len(query), keys.shape[1], -1, query.shape[-1]), softmax.scaling
+    grouped = query.view(len(query), keys.shape[1], -1, query.shape[-1])
+    scaling = softmax.scaling
     if not softmax.is_plain:
         products = torch.matmul(grouped.float() * scaling, keys.float().mT)
         weights = softmax.weights(products, bias)

@@ -91,7 +91,8 @@ def _invert(masses: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
 
     Never returns a token of mass 0.
     """
-    here, summing = masses.device, uniforms.device
+    here = masses.device
+    summing = uniforms.device
     missing = -masses.shape[-1] % _BLOCK
     padded = functional.pad(masses, (0, missing)) if missing else masses
     blocks = padded.view(len(masses), -1, _BLOCK)
@@ -125,7 +126,8 @@ def uniforms(keys: Tensor, counts: Tensor) -> Tensor:
     """
     if not has_fp64(keys.device):
         cpu = torch.device("cpu")
-        keys, counts = keys.to(cpu), counts.to(cpu)
+        keys = keys.to(cpu)
+        counts = counts.to(cpu)
     z = keys + (counts + 1) * _GAMMA
     z = (z ^ _shifted(z, 30)) * _MIX_1
     z = (z ^ _shifted(z, 27)) * _MIX_2

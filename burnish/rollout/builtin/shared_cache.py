@@ -64,7 +64,9 @@ class SharedCache(SlotCache):
         if self._groups is None or self._groups.running != running:
             self._groups = self._grouped(running)
         own = positions - self._lengths[:running]
-        self._positions, self._span, self._biases = own, int(own.max()) + 1, {}
+        self._positions = own
+        self._span = int(own.max()) + 1
+        self._biases = {}
         self.reserve(None, running, self._span)
         return self
 
@@ -93,7 +95,8 @@ class SharedCache(SlotCache):
     def _hidden(self, window: int | None) -> Tensor:
         """See `SlotCache._hidden`; the prompt's columns come first."""
         lengths = self._lengths[: len(self._positions), None]
-        prompt, own = torch.arange(int(lengths.max())), torch.arange(self._span)
+        prompt = torch.arange(int(lengths.max()))
+        own = torch.arange(self._span)
         positions = self._positions[:, None]
         hidden = torch.cat((prompt >= lengths, own > positions), dim=-1)
         if window is not None:
@@ -125,7 +128,8 @@ class _Groups:
 
     def __init__(self, rows: Sequence[Sequence[int]], running: int, longest: int) -> None:
         most = max(map(len, rows))
-        self.running, self.longest = running, longest
+        self.running = running
+        self.longest = longest
         """Number of completions, and tokens of the longest prompt."""
         self.prompts = len(rows)
         padded = [[*each, *[each[0]] * (most - len(each))] for each in rows]

@@ -116,7 +116,8 @@ class SglangGenerator(EngineGenerator):
     ) -> None:
         if not running:
             return
-        stream, left = self._stream(running, sampling), {each.number: each for each in running}
+        stream = self._stream(running, sampling)
+        left = {each.number: each for each in running}
         try:
             for output in stream:
                 ended = self._take(output, left, rule)
@@ -208,8 +209,10 @@ class SglangGenerator(EngineGenerator):
         self, output: dict[str, Any], running: dict[str, EngineRequest], rule: StopRule
     ) -> int:
         """Append reported tokens; return 1 if they end a completion. Its last message removes it from `running`."""
-        told, ended = output["meta_info"], False
-        each, finish = running[told["id"]], told["finish_reason"]
+        told = output["meta_info"]
+        ended = False
+        each = running[told["id"]]
+        finish = told["finish_reason"]
         if each.reason is None:
             each.reported = told.get("output_top_logprobs", ())
             # SGLang's own lists grow, so they may hold more tokens than this message reports.

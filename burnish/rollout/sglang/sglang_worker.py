@@ -26,7 +26,8 @@ from burnish.rollout.inference_engine import draw_groups, draw_settings, joined_
 # The key of the processor's arguments in `custom_params`.
 _ARGUMENT = "burnish"
 # Factor of log-probs, and what stands for a log-prob of 0. SGLang may replace -inf by -1e30, far below any scaled log-prob.
-_SCALE, _LEAST = 2.0**80, 2.0**-70
+_SCALE = 2.0**80
+_LEAST = 2.0**-70
 TOP = 3
 """How many of the largest log-probs `read` needs."""
 
@@ -62,7 +63,8 @@ class DrawingLogitProcessor(CustomLogitProcessor):
 
 def _leave_three(logits: Tensor, drawn: Drawn) -> None:
     """Leave three logits around each drawn token."""
-    chosen, vocabulary = drawn.tokens[:, None], logits.shape[-1]
+    chosen = drawn.tokens[:, None]
+    vocabulary = logits.shape[-1]
     logits.fill_(-torch.inf)
     for distance, told in ((1, drawn.sampled_logprobs), (2, drawn.logprobs)):
         coded = told[:, None].clamp(max=-_LEAST).nan_to_num(nan=-torch.inf) * _SCALE

@@ -88,7 +88,8 @@ class DrawingProcessor(LogitsProcessor):
             return
         rows: dict[Sampling, list[int]] = {}
         keys = [0] * (max(self._held, default=-1) + 1)
-        self._outputs, self._drawn = [[] for _ in keys], [0] * len(keys)
+        self._outputs = [[] for _ in keys]
+        self._drawn = [0] * len(keys)
         for row, (key, drawn, sampling, output) in self._held.items():
             rows.setdefault(sampling, []).append(row)
             keys[row], self._drawn[row], self._outputs[row] = key, drawn, output

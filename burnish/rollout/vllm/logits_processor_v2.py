@@ -44,7 +44,8 @@ class SlotDrawingProcessor(LogitsProcessor):
 
     def apply(self, logits: Tensor, ctx: LogitsContext) -> Tensor:
         """Draw a token for every row; `ctx.pos` is the position of the token before it."""
-        slots, device = ctx.idx_mapping_np, logits.device
+        slots = ctx.idx_mapping_np
+        device = logits.device
         kinds = self._kinds[slots]
         groups = [
             (self._samplings[kind], _on(np.flatnonzero(kinds == kind), device))

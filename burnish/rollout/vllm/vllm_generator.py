@@ -44,7 +44,8 @@ from burnish.rollout.inference_engine import (
 )
 from burnish.rollout.running import StopRule
 
-_OLDEST, _BEYOND = (0, 28), (0, 34)
+_OLDEST = (0, 28)
+_BEYOND = (0, 34)
 # Defaults of environment variables. vLLM reads the first two after its import, and the next ones during it. Triton reads the last.
 _ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -60,7 +61,8 @@ PROCESSORS = (
 )
 """The logits processors for vLLM's model runners V1 and V2."""
 # Share of a CPU's free memory for keys and values, and of an accelerator's for all of vLLM.
-_CPU_SHARE, _DEVICE_SHARE = 0.4, 0.9
+_CPU_SHARE = 0.4
+_DEVICE_SHARE = 0.9
 # Ranks of adapters that vLLM accepts.
 _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 # Tokens of a block of keys and values, the fewest that vLLM's kernels allow. Completions share whole blocks of their prompt.
@@ -92,13 +94,15 @@ class VllmGenerator(EngineGenerator):
         """Start vLLM. Raises `MissingError` without it, `IncompatibleError` if it is too old or lacks model or device."""
         super().__init__(hf_config, device, dtype, eos_token_ids, decode, max_length, experts)
         self._tied_head = next(iter(tied_names(self._meta_model).values()), None)
-        self._is_clean, self._has_cache = True, True
+        self._is_clean = True
+        self._has_cache = True
         """Whether vLLM's cache cannot hold a NaN, and whether the cache has memory."""
         slots = MOST_SLOTS if slots == "auto" else slots
         vllm = _imported(device)
         self._described: dict[str, Any] | None = None
         """PEFT's configuration of an adapter beside the model."""
-        self._factors, self._scale = dict[str, TensorSpec](), 1.0
+        self._factors = dict[str, TensorSpec]()
+        self._scale = 1.0
         self._has_model = False
         """Whether vLLM has the base model's weights, with an adapter beside them."""
         if lora is not None:
@@ -110,7 +114,8 @@ class VllmGenerator(EngineGenerator):
             self._described = peft_config(lora, targets).to_dict()
             made = Adapter(self._meta_model, lora)
             specs = [TensorSpec(each.name, each.shape, dtype) for each in made.weights]
-            self._factors, self._scale = {spec.name: spec for spec in specs}, made.scale
+            self._factors = {spec.name: spec for spec in specs}
+            self._scale = made.scale
         from burnish.rollout.vllm import logits_processor_v1, vllm_worker
 
         self._draws: Any = logits_processor_v1
@@ -249,13 +254,15 @@ class VllmGenerator(EngineGenerator):
     def _make_cache(self) -> None:
         if not self._has_cache:
             self._engine.wake_up(["kv_cache"])
-            self._has_cache, self._is_clean = True, False
+            self._has_cache = True
+            self._is_clean = False
         if not self._is_clean:
             self._call(self._worker.clear_cache)
             self._is_clean = True
 
     def _load_model(self, shards: Iterable[Shard]) -> None:
-        wanted, filled = self._load(self._worker.begin_load), set[str]()
+        wanted = self._load(self._worker.begin_load)
+        filled = set[str]()
         try:
             for wave in waves(whole_tensors(shards, self._specs)):
                 filled |= self._load(self._worker.load_some, wave)
@@ -304,10 +311,12 @@ class VllmGenerator(EngineGenerator):
     def _step(self, running: dict[str, EngineRequest], rule: StopRule, experts: bool) -> int:
         """Draw a token per completion; remove ended completions from `running` and count them."""
         ended: dict[str, Any] = {}
-        outputs, version = self._engine.step(), self._version or 0
+        outputs = self._engine.step()
+        version = self._version or 0
         now = time.time()
         for output in outputs:
-            each, made = running[output.request_id], output.outputs[0]
+            each = running[output.request_id]
+            made = output.outputs[0]
             each.reported = made.logprobs.logprobs
             if each.take(made.token_ids[len(each.own) :], version, rule, now):
                 ended[each.number] = made

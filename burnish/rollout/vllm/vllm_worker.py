@@ -37,7 +37,8 @@ from burnish.rollout.inference_engine import joined_layer
 
 _EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(\w+)\.weight")
 # Families' names of an expert's second and third matrix. vLLM joins the first, gate_proj or w1, and the second.
-_SECOND, _DOWN = ("up_proj", "w3"), ("down_proj", "w2")
+_SECOND = ("up_proj", "w3")
+_DOWN = ("down_proj", "w2")
 ADAPTER = LoRARequest("burnish", 1, "memory")
 """The adapter that requests name. vLLM has it in memory, so it reads no file."""
 # Rows of the identity matrix that are multiplied at a time.
@@ -69,7 +70,8 @@ def _plain(names: Iterable[str]) -> frozenset[str]:
 
 def load_adapter(worker: Any, tensors: Mapping[str, Tensor], described: dict[str, Any]) -> None:
     """Replace an adapter's tensors, named as PEFT does. `described` is PEFT's configuration."""
-    manager, model = worker.model_runner.lora_manager, worker.get_model()
+    manager = worker.model_runner.lora_manager
+    model = worker.get_model()
     mapper = getattr(model, "hf_to_vllm_mapper", None)
     if mapper is not None:
         renames = (
@@ -102,7 +104,8 @@ def read_factor(worker: Any, name: str, scale: float) -> Tensor:
 
 def _adapted(model: Any, name: str) -> tuple[Any, int]:
     """Return the wrapper with an adapter's A or B, and its index there."""
-    modules, layer = dict(model.named_modules()), name.removeprefix(ADAPTER_PREFIX)
+    modules = dict(model.named_modules())
+    layer = name.removeprefix(ADAPTER_PREFIX)
     layer = layer.partition(".lora_")[0]
     owner, parts = joined_layer(model, modules, layer)
     return modules.get(owner), parts.index(layer) if parts else 0
@@ -132,11 +135,13 @@ def read_tensor(
 
     With `head`, the output layer's copy. `shapes` are the checkpoint's.
     """
-    model, ranks = worker.get_model(), worker.parallel_config.tensor_parallel_size
+    model = worker.get_model()
+    ranks = worker.parallel_config.tensor_parallel_size
     # A layer with an adapter gets its wrapper's name. It comes after the wrapper, so it replaces the wrapper here.
     modules = {n.replace(".base_layer", ""): each for n, each in model.named_modules()}
     owner, _, kind = name.rpartition(".")
-    before, rows = [], []
+    before = []
+    rows = []
     if head:
         owner = next((n for n, each in modules.items() if isinstance(each, ParallelLMHead)), "")
     elif expert := _EXPERT.fullmatch(name):
@@ -151,11 +156,14 @@ def read_tensor(
     module = modules.get(owner)
     if not hasattr(module, kind) or (ranks > 1 and not rows and hasattr(module, "output_sizes")):
         return None  # each rank has a part of every joined tensor
-    width, dtype = shapes[name][-1], worker.model_config.dtype
+    width = shapes[name][-1]
+    dtype = worker.model_config.dtype
     held: Tensor = _matrix(module, width, dtype) if kind == "weight" else getattr(module, kind)
     if not rows:
         return held
-    start, parted = sum(before), len(held) == sum(rows)  # not if ranks share key heads
+    # not if ranks share key heads
+    start = sum(before)
+    parted = len(held) == sum(rows)
     return held[start : start + rows[len(before)]] if parted else None
 
 
@@ -233,7 +241,8 @@ def begin_recording(worker: Any) -> None:
 def read_experts(worker: Any, counts: Mapping[str, int]) -> list[Experts]:
     """Return experts [count, L, k] of the first tokens of requests in vLLM's last step."""
     columns = [router.capture_fn.args[0] for router in _routers(worker)]
-    requests, size = worker.model_runner.requests, _block_size(worker)
+    requests = worker.model_runner.requests
+    size = _block_size(worker)
     blocks = {name.partition("-")[0]: each.block_ids[0] for name, each in requests.items()}
     found = []
     for name, count in counts.items():
