@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+import tomllib
 from argparse import Namespace
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
@@ -19,15 +20,17 @@ import pytest
 from support.runs.training_files import RL, make_files
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
+from burnish import extend
 from burnish.cli.arguments import _COMMANDS, function_of
+from burnish.extend import Table
 
 ROOT = Path(__file__).parents[1]
 MOST_FUNCTIONS_OF_THE_WHOLE_CONFIGURATION = 16
 MOST_DOUBLED_CLASSES = 0
 MOST_DOUBLED_MODULES = 0
 MOST_LINES_OF_A_FILE = 900
-MOST_LOADED_LINES = 31_000
-"""Lines of our modules that a plain run may load. The goal is 24,000."""
+MOST_LOADED_LINES = 31_200
+"""Lines of our modules that a plain run may load. The goal is 24,000; docs/decisions/0001-house.md says what is in its way."""
 OPTIONS = (
     "burnish.algorithms.critic",
     "burnish.algorithms.token_selection",
@@ -255,6 +258,59 @@ def _imported(body: Iterable[ast.AST]) -> Iterator[str]:
             yield from (alias.name for alias in node.names if alias.name.startswith("burnish"))
         else:
             yield from _imported(ast.iter_child_nodes(node))
+
+
+def test_targets_of_the_table_lie_below_those_who_ask_for_them() -> None:
+    """The layers hold with the strings of `burnish.extend` followed."""
+    config = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    (contract,) = config["tool"]["importlinter"]["contracts"]
+    layers = {
+        name.strip(): number
+        for number, layer in enumerate(contract["layers"])
+        for name in re.split(r"[|:]", layer)
+    }
+    tables = {name: value for name, value in vars(extend).items() if isinstance(value, Table)}
+    assert len(tables) >= 6
+    upward = [
+        f"{asker} asks for {target}"
+        for asker, tree in modules().items()
+        if asker not in ("burnish.extend", "burnish.config.constraints")  # which only names them
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and node.module == "burnish.extend"
+        for alias in node.names
+        if alias.name in tables
+        for target in tables[alias.name].builtins.values()
+        if layers[target.split(".")[1].split(":")[0]] < layers[asker.split(".")[1]]
+    ]
+    assert upward == []
+
+
+def test_only_methods_name_methods() -> None:
+    names = {"sft", "rl"}
+    found = [
+        f"{name}:{node.lineno}"
+        for name, tree in modules().items()
+        if not name.startswith("burnish.methods") and name != "burnish"  # which exports functions
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Constant) and node.value in names
+    ]
+    assert found == []
+
+
+def test_each_line_of_assignment_binds_one_name() -> None:
+    """`a, b = x, y` only where the order matters: in a swap, or where a later value needs an earlier name."""
+    doubled = [
+        f"{name}:{node.lineno}"
+        for name, tree in modules().items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Assign)
+        and isinstance(node.targets[0], ast.Tuple)
+        and isinstance(node.value, ast.Tuple)
+        and all(isinstance(target, ast.Name) for target in node.targets[0].elts)
+        and not {target.id for target in node.targets[0].elts if isinstance(target, ast.Name)}
+        & {read.id for read in ast.walk(node.value) if isinstance(read, ast.Name)}
+    ]
+    assert doubled == []
 
 
 def test_no_public_function_name_stands_twice() -> None:
