@@ -53,7 +53,8 @@ Score = Callable[[Sequence[Rollout], Callable[[], None]], list[Rollout]]
 Judge = Callable[[RolloutTable], RolloutTable]
 """Adds reward models' scores to the rewards in a table, which all ranks share. Collective."""
 # Seconds between looks at a queue, and between signs of life to other ranks.
-_POLL_SECONDS, _BEAT_SECONDS = 0.1, 1.0
+_POLL_SECONDS = 0.1
+_BEAT_SECONDS = 1.0
 
 
 @dataclass(frozen=True, slots=True)
