@@ -81,6 +81,7 @@ class Method(ABC):
 
     def check(self, config: RunConfig, world: int | None = 1) -> None:
         """Raise `UsageError` with every problem on `world` processes (None: on any number)."""
+        # All problems are collected before one error is raised: who corrects a file wants to know all of them at once.
         problems = [*setting_problems(config, world)]
         if self.generates and world is not None:
             problems += generator_problems(config, world)

@@ -163,6 +163,7 @@ def _centred(values: Array) -> Array:
 
 def _standardised(values: Array) -> Array:
     """Subtract each row's mean and divide by its std; 0 where all are equal."""
+    # Without deviations there is nothing to divide. In a group of one, variance would be 0 / 0.
     centred = _centred(values)
     if not centred.any():
         return centred

@@ -28,6 +28,7 @@ class Aggregation:
 
     def __call__(self, token_losses: Tensor) -> Tensor:
         """Return the micro-batch's part of the loss. Masked values, even NaN, have no effect."""
+        # A masked NaN times 0 would be NaN, so it is replaced before the product.
         trained = self.coefficients != 0
         return (torch.where(trained, token_losses, 0.0) * self.coefficients).sum()
 
@@ -59,6 +60,7 @@ def aggregation(kind: AggregationKind, micro: MicroBatch, max_response_length: i
     else:
         factors = {"token_sum": max(global_units, 1), "sequence_sum_fixed": 1 / max_response_length}
         per_sequence = torch.full_like(lengths, factors.get(kind, 1.0), dtype=torch.float32)
+    # Divided here and not after the sum: micro-batches and ranks then only add, and no rank needs the others' losses.
     per_token = to_tokens(per_sequence / max(global_units, 1), micro)
     return Aggregation(
         coefficients=torch.where(micro.loss_mask, per_token, 0.0),

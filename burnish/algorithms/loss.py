@@ -51,6 +51,8 @@ def policy_loss_fn(config: AlgorithmConfig, max_response_length: int) -> Loss:
     surrogate = load_policy_loss(config)
 
     def policy_loss(outputs: TokenOutputs, micro: MicroBatch) -> tuple[Tensor, Stats]:
+        # Every term is a sum of token losses times the same coefficients, so adding terms keeps the loss independent of how the
+        # batch is cut. Statistics stay on the device until the engine reduces them once per step.
         aggregate = aggregation(config.aggregation, micro, max_response_length)
         tokens = surrogate(outputs.logprobs, micro)
         old = old_logprobs(outputs.logprobs, micro)

@@ -381,9 +381,13 @@ class Saver:
                     records = _records(outline, _all_hashes(outline, hashes), small)
                     healthy = contents.healthy and all(are_finite)
                     sealed = _sealed(replace(empty, files=records), healthy=healthy)
+                    # Manifest and COMMIT have the hashes, so they are written when all blocks have been hashed. The disk may
+                    # still be syncing blocks then; nobody looks for a COMMIT below this name.
                     seals = {inflight / path: data for path, data in sealed.items()}
                     syncs.write_new(self.storage, seals, [inflight, *below])
                 syncs.finish()
+        # Every rank has synced its files when it gets here, or none goes on. Then one rename makes the step visible: a reader sees
+        # all of it or nothing, whatever dies at whatever moment.
         with agree(layout), naming_failures(what):
             if layout.is_main:
                 self._commit(inflight, final, fence)
@@ -407,6 +411,8 @@ class Saver:
         return below
 
     def _commit(self, inflight: Path, final: Path, fence: Fence) -> None:
+        # Last looks before the step appears: another start may own the directory by now, or the training process of
+        # this writer may be gone.
         if self.token is not None:
             self.token.check()
         fence()

@@ -91,6 +91,8 @@ class Loader:
             count = min(count, self.size - self.cursor % self.size)
         taken: list[int] = []
         while len(taken) < count:
+            # Epoch and place follow from the cursor, and an epoch's order from its seed. So a checkpoint holds one number, and no
+            # loader has to skip what a run has had. It counts samples of all ranks: another number of ranks reads on from it.
             epoch, start = divmod(self.cursor, self.size)
             part = self._order(epoch)[start : start + count - len(taken)]
             taken.extend(part.tolist())

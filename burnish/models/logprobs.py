@@ -119,6 +119,7 @@ class _TokenLogprobs(torch.autograd.Function):
         given = [gradient for gradient in gradients if gradient is not None]
         if not given:
             return None, None, None, None, None
+        # Tokens without a gradient, as those of a group with equal rewards, need no logits again.
         rows = torch.stack([gradient != 0 for gradient in given]).any(dim=0).nonzero()[:, 0]
         factor = ctx.options.transform.scale / ctx.options.temperature
         of_logprobs, of_entropy = (None if g is None else g[rows] * factor for g in gradients)

@@ -88,6 +88,8 @@ class Scorer(nn.Module):
             values = state_values(hidden, value_head(self.model))
             values = values if part is None else part.all_values(values)
             return TokenOutputs(values=plan.spread(plan.predictors.take(values)))
+        # Only states that predict a trained token go through the head. A prompt's tokens would cost logits over the whole
+        # vocabulary, and nobody reads them.
         states = plan.predictors.take(hidden if part is None else part.all_rows(hidden))
         head = self.model.get_output_embeddings().weight
         states = states.to(head.dtype)  # Mamba 2's last norm returns fp32

@@ -112,6 +112,8 @@ class RolloutTable:
         cls, tables: Sequence[EncodedTable], own: RolloutTable | None = None
     ) -> RolloutTable:
         """Join the tables of ranks 0, 1, ...; `own` is this rank's."""
+        # Numbers of all rollouts, and tokens and texts of the own ones. A rank needs no others' tokens, except of sequences that it
+        # trains on, and those come when the batch is divided.
         data, columns, prompt_kinds, kinds, counts = cls.merged(tables)
         prompts = np.frombuffer(data, _PROMPT)
         owners = np.repeat(np.arange(len(counts)), counts)

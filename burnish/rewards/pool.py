@@ -174,6 +174,8 @@ class RewardPool:
         A failure makes the reward NaN, or counts as the number `on_error`. A TRL function's None is left out; None from all is a
         failure. Further numbers of a verl function are parts, not added.
         """
+        # A user's function runs in a worker, which is killed and started again if it hangs or dies. Only functions that cannot
+        # take long run here (`LOCAL`).
         calls = self._calls(rollouts)
         remote = [each for each in calls if self._local(each.function) is None]
         results = iter(self._run(remote, check) if remote else [])

@@ -121,12 +121,15 @@ class TorchEngine(ShardedEngine):
         for index, (micro, is_filler) in enumerate(
             zip(batch.microbatches, batch.is_filler, strict=True)
         ):
+            # Gradients are sums, so ranks may add them up after every micro-batch or once. The first frees memory, the second
+            # sends less (engine.reduce_each_microbatch).
             self._reduce_in_next_backward(last=index == last)
             with self._moving():
                 plan = self._plan(micro)
                 outputs = self._score(micro, plan, factors=None if is_filler else factors)
                 value, of_micro = loss(outputs, micro.to(self._device))
                 value.backward()  # type: ignore[no-untyped-call]
+            # On the device: a number that Python reads would wait for all work that is queued.
             total += value.detach()
             aux += outputs.router_loss.sum() * self.layout.sharing
             stats = stats.merge(of_micro)
@@ -155,6 +158,8 @@ class TorchEngine(ShardedEngine):
         if self.mesh.tensor is not None:
             uncut = [gradient for name, gradient in gradients.items() if name not in self._cuts]
             sum_over(self.mesh.tensor, uncut)
+        # One norm over all ranks and tensors. Every rank reads the same number, so all step or all skip. A skipped step leaves the
+        # weights and the optimizer's averages as they were; one NaN in the averages would stay for ever.
         norm = global_norm(gradients, self._cuts, self.mesh, self._device)
         if math.isfinite(norm):
             scale = min(1.0, self._config.max_grad_norm / (norm + 1e-6))

@@ -63,6 +63,7 @@ def train(method: Method, config: RunConfig, layout: Layout, device: torch.devic
             prompts = partial(prompt_dataset, foundation, pool=pool, progress=progress)
             dataset = train_dataset(prompts, local.data)
             held_out = local.data.validation and prompts(local.data.validation, "data.validation")
+            # A broken reward ends the run here, and not after the first generation.
             pool.require_answer(dataset[0], dataset.first_row)
             bar.advance()
             by_epoch = method.stays_in_epoch(config)
@@ -75,6 +76,7 @@ def train(method: Method, config: RunConfig, layout: Layout, device: torch.devic
             run, update, judge, engines = _models(
                 foundation, session, fingerprints, total, advantage
             )
+            # The models are loaded before the loader knows its place: only the step that was loaded says which rows come next.
             loader.state = run.state.cursor
             bar.advance()
             collector = make_collector(foundation, pool, session.stopper.check, progress, judge)
@@ -87,6 +89,7 @@ def train(method: Method, config: RunConfig, layout: Layout, device: torch.devic
             sampler = GroupSampler(config, collector, dataset, loader)
             queue = stack.enter_context(closing(RolloutQueue(sampler, total, check)))
             queue.restore(run.pending, run.partial)
+            # A generator's copy of the weights is in no checkpoint. It comes from the engine, at a start as after every step.
             queue.publish(update.engine.published(), version)
             kl = config.algorithm.kl
             kl_coef = kl.coef if run.state.kl_coef is None else run.state.kl_coef
@@ -109,6 +112,8 @@ def train(method: Method, config: RunConfig, layout: Layout, device: torch.devic
                     batches = credit.batches
                     if learning:
                         batches = update.with_logprobs(batches, step)
+                # The last look at signals in this step. An update that has begun is finished, because the weights in its middle
+                # belong to no step.
                 session.stopper.check_all()
                 stats = credit.stats
                 updates = update.in_epochs(batches, step)
@@ -118,6 +123,7 @@ def train(method: Method, config: RunConfig, layout: Layout, device: torch.devic
                         if critic is not None:
                             stats = stats.merge(critic.update(batch, step))
                         if learning:
+                            # A function of the step, with no state of its own: so it is right after any resume.
                             lr = learning_rate(step - waiting, total - waiting, config.optim)
                             learned = policy.forward_backward(batch, counted(loss, bar))
                             learned = learned.merge(policy.optim_step(lr))

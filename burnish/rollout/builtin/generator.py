@@ -216,6 +216,7 @@ class Decoding:
         """Decode to the end. `version` returns that of the weights, which `watch` may replace."""
         reported = 0
         self._version = version
+        # The first n slots are in use: a late one moves into each gap. So a step computes no rows for completions that have ended.
         with sdpa_kernel(_KERNELS):
             while running := self._refill():
                 self._step(running)
@@ -317,6 +318,7 @@ class Decoding:
     def _step(self, running: int) -> None:
         sequences = [held for held in self._slots[:running] if held is not None]
         read = max(len(s.prompt.token_ids) + len(s.tokens) - s.drawn for s in sequences)
+        # An accelerator is one step ahead of what Python has read, so a row may be longer than its tokens here say.
         span = read + self._behind
         token, position, key, count = self._state[:, :running]
         routing = self._routing()

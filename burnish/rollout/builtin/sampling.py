@@ -44,6 +44,8 @@ def draw(logits: Tensor, sampling: Sampling, uniforms: Tensor) -> Drawn:
     """
     if sampling.temperature == 0:
         return _greedy(logits)
+    # The largest mass is 1, so none overflows. Two log-probs are kept of a token. The raw one is of the distribution that the
+    # engine trains, before any filter. The other is of the distribution that was drawn from.
     z = logits.sub_(logits.amax(dim=-1, keepdim=True))
     masses = z.exp()
     log_total = masses.sum(dim=-1).log()
