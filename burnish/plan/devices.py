@@ -145,8 +145,8 @@ def devices_here(processes: int, local_processes: int) -> Devices | None:
 
     Without accelerators, processes share the machine's memory.
     """
-    if (found := _nvidia()) is not None:
-        name, memory = found
+    if (accelerator := _nvidia()) is not None:
+        name, memory = accelerator
         known = accelerator_named(name)
         if known is None:
             return None
@@ -196,15 +196,15 @@ class Clock:
     def operations(self, engine: EngineConfig) -> dict[str, float]:
         """Return floating-point operations by phase."""
         work = self.work
-        forward = self._mine(engine) * self._sequence
-        found = dict[str, float]()
+        forward = self._local_sequences(engine) * self._sequence
+        by_phase = dict[str, float]()
         if work.slots:
-            found["rollout"] = self._generated() + self._mine(engine) * self._judged
+            by_phase["rollout"] = self._generated() + self._local_sequences(engine) * self._judged
         if scorings := work.scorings + work.has_critic:
-            found["log-probs"] = scorings * forward
+            by_phase["log-probs"] = scorings * forward
         critic = self._passes(engine, critic=True) if work.has_critic else 0.0
-        found["update"] = work.epochs * (self._passes(engine) + critic) * forward
-        return found
+        by_phase["update"] = work.epochs * (self._passes(engine) + critic) * forward
+        return by_phase
 
     def seconds(
         self,
@@ -215,23 +215,23 @@ class Clock:
     ) -> dict[str, float]:
         """Return seconds by phase, for an optimizer step's `microbatches` and `slots` sequences generated at once."""
         work = self.work
-        found = {name: count / self._speed for name, count in operations.items()}
+        by_phase = {name: count / self._speed for name, count in operations.items()}
         if work.slots:
-            judging = self._mine(engine) * self._judged / self._speed
-            found["rollout"] = self._rollout(engine, slots) + judging
+            judging = self._local_sequences(engine) * self._judged / self._speed
+            by_phase["rollout"] = self._rollout(engine, slots) + judging
         update = self._by_megatron if engine.kind == "megatron" else self._by_torch
         trained = [False, True] if work.has_critic else [False]
-        each = [update(engine, microbatches, critic) for critic in trained]
-        found["update"] = work.epochs * sum(each)
+        updates = [update(engine, microbatches, critic) for critic in trained]
+        by_phase["update"] = work.epochs * sum(updates)
         if work.slots:
             ranks = shards_of(engine, self.devices.count)
             if engine.kind == "megatron":
                 ranks = engine.tensor_parallel * engine.pipeline_parallel
             published = self.model.published_adapter or self.model.elements
-            found["publish"] = self._travel(product_bytes(engine) * published, ranks)
+            by_phase["publish"] = self._travel(product_bytes(engine) * published, ranks)
         saved = (self.model.adapter or self.model.elements) + self.model.elements * work.has_critic
-        found["save"] = 3 * FP32 * saved / (_DISK * -(-self.devices.count // PER_MACHINE))
-        return found
+        by_phase["save"] = 3 * FP32 * saved / (_DISK * -(-self.devices.count // PER_MACHINE))
+        return by_phase
 
     def _passes(self, engine: EngineConfig, *, critic: bool = False) -> float:
         """Return the cost of training in forward passes: gradients, recomputed layers, counts of experts' tokens."""
@@ -247,13 +247,13 @@ class Clock:
         """Return how many forward passes count experts' tokens."""
         return int(engine.router_aux_loss > 0 and (critic or not self.work.is_replayed))
 
-    def _mine(self, engine: EngineConfig) -> float:
+    def _local_sequences(self, engine: EngineConfig) -> float:
         return -(-self.work.sequences // (self.devices.count // engine.sharing)) / engine.sharing
 
     def _generated(self) -> float:
-        mine = -(-self.work.sequences // self.devices.count)
+        sequences = -(-self.work.sequences // self.devices.count)
         prompt = self.model.flops.forward([self.work.prompt])
-        return mine * (self._sequence - prompt) + -(-mine // self.work.samples) * prompt
+        return sequences * (self._sequence - prompt) + -(-sequences // self.work.samples) * prompt
 
     @cached_property
     def _sequence(self) -> float:
@@ -285,7 +285,7 @@ class Clock:
         moved += reductions * self._travel(FP32 * trained, shards)
         if engine.replicas > 1:
             moved += updates * self._travel(2 * FP32 * trained / shards, self.devices.count)
-        arithmetic = passes * self._mine(engine) * self._sequence / self._speed
+        arithmetic = passes * self._local_sequences(engine) * self._sequence / self._speed
         again = _RECOMPUTED[engine.activation_checkpointing] + counts
         return max(arithmetic, moved) + self._exchanged(engine, 3 + again)
 
@@ -294,14 +294,16 @@ class Clock:
         passes = self._passes(engine, critic=critic)
         stages = engine.pipeline_parallel
         idle = (stages - 1) / (engine.virtual_stages * microbatches)
-        arithmetic = passes * self._mine(engine) * self._sequence / self._speed * (1 + idle)
+        arithmetic = (
+            passes * self._local_sequences(engine) * self._sequence / self._speed * (1 + idle)
+        )
         elements = self.model.elements / (engine.tensor_parallel * stages)
         shards = shards_of(engine, self.devices.count)
         moved = self.work.updates * self._travel((FP32 + product_bytes(engine)) * elements, shards)
-        mine = self._numbers(engine)
+        feature_bytes = self._feature_bytes(engine)
         chosen = sum(each.experts_per_token for each in self.model.shape.layers)
-        sent = 4 * chosen * self.model.shape.hidden * mine * passes / stages
-        between = 2 * engine.virtual_stages * mine * self.model.shape.hidden
+        sent = 4 * chosen * self.model.shape.hidden * feature_bytes * passes / stages
+        between = 2 * engine.virtual_stages * feature_bytes * self.model.shape.hidden
         exchanged = self._exchanged(engine, passes) / stages
         exchanged += self._travel(sent, engine.expert_parallel) + self._travel(between, stages)
         return max(arithmetic, moved) + exchanged
@@ -312,15 +314,15 @@ class Clock:
         Ulysses exchanges queries, keys, values and outputs. Tensor parallelism gathers and sums the hidden state twice each.
         """
         shape = self.model.shape
-        mine = self._numbers(engine) * passes
+        feature_bytes = self._feature_bytes(engine) * passes
         exchanged = self._travel(
-            self._heads * mine / engine.tensor_parallel, engine.sequence_parallel
+            self._heads * feature_bytes / engine.tensor_parallel, engine.sequence_parallel
         )
         return exchanged + self._travel(
-            4 * shape.hidden * shape.depth * mine, engine.tensor_parallel
+            4 * shape.hidden * shape.depth * feature_bytes, engine.tensor_parallel
         )
 
-    def _numbers(self, engine: EngineConfig) -> float:
+    def _feature_bytes(self, engine: EngineConfig) -> float:
         ranks = engine.replicas * shards_of(engine, self.devices.count)
         return self.work.tokens / ranks * product_bytes(engine)
 
@@ -329,15 +331,15 @@ class Clock:
         work = self.work
         model = self.model
         flops = model.flops.per_token
-        mine = -(-work.sequences // self.devices.count)
-        slots = min(slots, mine)
+        sequences = -(-work.sequences // self.devices.count)
+        slots = min(slots, sequences)
         cache = 2 * product_bytes(engine) * model.shape.key * model.shape.depth
         weights = product_bytes(engine) * (model.elements + model.published_adapter)
         read = weights + slots * cache * (work.prompt + work.trained / 2)
         speed = self.devices.kind.bandwidth * _BANDWIDTH
         token = max(read / speed, slots * flops / self._speed)
-        reading = -(-mine // work.samples) * flops * work.prompt / self._speed
-        return token * work.trained * -(-mine // slots) + reading
+        reading = -(-sequences // work.samples) * flops * work.prompt / self._speed
+        return token * work.trained * -(-sequences // slots) + reading
 
     def _travel(self, size: float, ranks: int) -> float:
         """Return the seconds of an all-gather of `size` bytes over `ranks`."""

@@ -84,12 +84,14 @@ class Plan:
         """Return the layout's settings, as the command line takes them."""
         engine = self.engine
         kind = engine.kind
-        found = [f"engine.{n}={v}" for n in _DEGREES[kind] if (v := getattr(engine, n)) is not None]
+        settings = [
+            f"engine.{n}={v}" for n in _DEGREES[kind] if (v := getattr(engine, n)) is not None
+        ]
         if kind == "torch":
-            found.append(
+            settings.append(
                 f"engine.reshard_after_forward={str(engine.reshard_after_forward).lower()}"
             )
-        return [*found, f"engine.activation_checkpointing={engine.activation_checkpointing}"]
+        return [*settings, f"engine.activation_checkpointing={engine.activation_checkpointing}"]
 
 
 class PlannedMethod(Protocol):
@@ -239,10 +241,10 @@ class Planner:
             values |= {"pipeline_parallel": every, "virtual_stages": _VIRTUAL_STAGES}
             values |= {"expert_tensor_parallel": within} if experts else {}
             values |= {"expert_parallel": divisors(max(experts, 1))}
-        for each in product(*values.values()):
-            found = engine.model_copy(update=dict(zip(values, each, strict=True)))
-            if self._divides(found):
-                yield found
+        for combination in product(*values.values()):
+            layout = engine.model_copy(update=dict(zip(values, combination, strict=True)))
+            if self._divides(layout):
+                yield layout
 
     def _plans(self, engine: EngineConfig, kinds: Sequence[str]) -> Iterator[Plan]:
         of_engine = MegatronNeeds if engine.kind == "megatron" else Needs
@@ -250,13 +252,13 @@ class Planner:
             self.model, self.work, self.devices, engine, self._config.optim, judges=self._judges
         )
         for kind in kinds:
-            found = engine.model_copy(update={"activation_checkpointing": kind})
+            candidate = engine.model_copy(update={"activation_checkpointing": kind})
             host = {} if self.devices.cpu else needs.host(kind)
-            operations = self._clock.operations(found)
+            operations = self._clock.operations(candidate)
             microbatches = needs.microbatches
-            seconds = self._clock.seconds(found, microbatches, operations, needs.slots)
+            seconds = self._clock.seconds(candidate, microbatches, operations, needs.slots)
             phases = needs.phases(kind)
-            yield Plan(found, phases, host, operations, seconds, microbatches, self.devices)
+            yield Plan(candidate, phases, host, operations, seconds, microbatches, self.devices)
 
 
 def why_not(plans: Sequence[Plan]) -> list[str]:
@@ -267,8 +269,8 @@ def why_not(plans: Sequence[Plan]) -> list[str]:
             parts = plan.phases[plan.fullest]
             groups.setdefault((plan.fullest, max(parts, key=parts.__getitem__)), []).append(plan)
     lines = []
-    for (phase, part), some in sorted(groups.items(), key=lambda item: -len(item[1])):
-        least, most = (bytes_text(extreme(p.need for p in some)) for extreme in (min, max))
-        span = least if len(some) == 1 else f"{least} to {most}"
-        lines.append(f"{len(some)} need {span} in {phase}, most of it {part}")
+    for (phase, part), group in sorted(groups.items(), key=lambda item: -len(item[1])):
+        least, most = (bytes_text(extreme(p.need for p in group)) for extreme in (min, max))
+        span = least if len(group) == 1 else f"{least} to {most}"
+        lines.append(f"{len(group)} need {span} in {phase}, most of it {part}")
     return lines

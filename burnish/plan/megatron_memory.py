@@ -30,10 +30,10 @@ class MegatronNeeds(Needs):
     most micro-batches in flight, and the last the logits.
     """
 
-    def _sum(self, each: Mapping[LayerShape, float]) -> float:
+    def _sum(self, by_kind: Mapping[LayerShape, float]) -> float:
         depth = self._model.shape.depth
         most = -(-depth // self._engine.pipeline_parallel)
-        return super()._sum(each) * most / depth
+        return super()._sum(by_kind) * most / depth
 
     def _elements(self, weight: Weight) -> float:
         if weight.experts:
@@ -106,7 +106,7 @@ class MegatronNeeds(Needs):
         sent = (engine.expert_tensor_parallel or tensor) / divided
         # Ranks that outnumber key heads gather the whole projection.
         splits = tensor if tensor <= shape.key_heads else 1
-        found = {}
+        by_kind = {}
         for kind in shape.counts:
             chosen = kind.experts_per_token if kind.experts else 0
             inner = chosen * kind.intermediate / divided if chosen else kind.intermediate / tensor
@@ -119,24 +119,24 @@ class MegatronNeeds(Needs):
                 chosen * shape.hidden * sent,
             )
             numbers = sum(n * width for n, width in zip(_ACTIVATIONS[row], widths, strict=True))
-            found[kind] = self._tokens * self._width * numbers
-        return found
+            by_kind[kind] = self._tokens * self._width * numbers
+        return by_kind
 
     def _update(self, checkpointing: str) -> Iterator[Parts]:
         first, last = self._in_flight()
-        kept = self._sum(self._activations(checkpointing))
+        saved = self._sum(self._activations(checkpointing))
         working = max(self._activations("backward").values())
         if checkpointing == "full":  # the backward pass computes one layer again
             working += max(self._activations("none").values())
         head = (self._tokens + 4 * self._scored) * self._hidden
         gathered = {"gathered": self._gathered}
         yield gathered | {
-            "activations": first * kept + working,
+            "activations": first * saved + working,
             # A weight's gradient, until it is added to the buffer.
             "new gradient": self._width * self._widest,
         }
         yield gathered | {
-            "activations": last * kept + head,
+            "activations": last * saved + head,
             "logits": max(self._logits),
         }
         yield gathered | self._stepping

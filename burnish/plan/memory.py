@@ -91,10 +91,10 @@ class Needs:
     def phases(self, checkpointing: str) -> dict[str, Parts]:
         """Return the parts of each phase's fullest moment, in a step's order."""
         update = self._during_update | max(self._updates(checkpointing), key=total_of)
-        found = self._before | {"update": update} | self._after
+        by_phase = self._before | {"update": update} | self._after
         if self._cpu and (host := total_of(self._on_host(checkpointing))):
-            found = {phase: parts | {"host": host} for phase, parts in found.items()}
-        return found
+            by_phase = {phase: parts | {"host": host} for phase, parts in by_phase.items()}
+        return by_phase
 
     def host(self, checkpointing: str) -> Parts:
         """Return the bytes of host memory, given accelerators."""
@@ -103,12 +103,12 @@ class Needs:
 
     @cached_property
     def _before(self) -> dict[str, Parts]:
-        found = dict[str, Parts]()
+        by_phase = dict[str, Parts]()
         if self._work.slots:
-            found["rollout"] = self._while_generating | max(self._rollouts(), key=total_of)
+            by_phase["rollout"] = self._while_generating | max(self._rollouts(), key=total_of)
         if scorer := self if self._work.scorings else self._critic:
-            found["log-probs"] = self._during_update | max(scorer._scorings(), key=total_of)
-        return found
+            by_phase["log-probs"] = self._during_update | max(scorer._scorings(), key=total_of)
+        return by_phase
 
     @cached_property
     def _after(self) -> dict[str, Parts]:
@@ -148,8 +148,8 @@ class Needs:
     def _counts(self) -> Counter[LayerShape]:
         return self._model.shape.counts
 
-    def _sum(self, each: Mapping[LayerShape, float]) -> float:
-        return sum(each[kind] * n for kind, n in self._counts.items())
+    def _sum(self, by_kind: Mapping[LayerShape, float]) -> float:
+        return sum(by_kind[kind] * n for kind, n in self._counts.items())
 
     @cached_property
     def _layers(self) -> dict[LayerShape, float]:
@@ -252,8 +252,8 @@ class Needs:
         return {name: size for name, size in parts.items() if size}
 
     def _offloaded(self, checkpointing: str) -> float:
-        kept = self._kept(checkpointing)
-        return self._sum(kept) - min(kept.values())
+        by_kind = self._saved(checkpointing)
+        return self._sum(by_kind) - min(by_kind.values())
 
     @property
     def _staging(self) -> float:
@@ -283,16 +283,16 @@ class Needs:
     def _generating(self, slots: int) -> Parts:
         model = self._model
         work = self._work
-        mine = -(-work.sequences // self._world)
-        slots = min(slots, mine)
+        sequences = -(-work.sequences // self._world)
+        slots = min(slots, sequences)
         token = 2.0 * self._width * model.shape.key * model.shape.depth
-        prompts = -(-mine // work.samples) * work.prompt
+        prompts = -(-sequences // work.samples) * work.prompt
         read = min(_PREFILL_TOKENS, prompts)
         forward = max(each.forward for each in self._tokens_of.values())
         sorting = 0 if not work.is_nucleus else 2 if self._cpu else 4
         cached = slots * work.length * token
         if self._devices.shared_cache:
-            shared = min(-(-mine // work.samples), -(-(slots - 1) // work.samples) + 1, slots)
+            shared = min(-(-sequences // work.samples), -(-(slots - 1) // work.samples) + 1, slots)
             cached = (slots * work.trained + shared * work.prompt) * token * FP32 / self._width
         return {
             "kv cache": cached,
@@ -343,9 +343,9 @@ class Needs:
             for kind in self._counts
         }
 
-    def _kept(self, checkpointing: str) -> dict[LayerShape, float]:
-        found = self._tokens_of.items()
-        return {kind: self._tokens * getattr(each, checkpointing) for kind, each in found}
+    def _saved(self, checkpointing: str) -> dict[LayerShape, float]:
+        kinds = self._tokens_of.items()
+        return {kind: self._tokens * getattr(token, checkpointing) for kind, token in kinds}
 
     @property
     def _running(self) -> float:
@@ -389,12 +389,12 @@ class Needs:
     def _updates(self, checkpointing: str) -> Iterator[Parts]:
         yield from self._update(checkpointing)
         if self._critic:
-            left = self._width * self._root if self._work.scorings else 0.0
+            still_gathered = self._width * self._root if self._work.scorings else 0.0
             for parts in self._critic._update(checkpointing):
-                yield parts | {"gathered": parts["gathered"] + left}
+                yield parts | {"gathered": parts["gathered"] + still_gathered}
 
     def _update(self, checkpointing: str) -> Iterator[Parts]:
-        kept = self._kept(checkpointing)
+        saved = self._saved(checkpointing)
         shards = self._shards
         root = self._root
         offloads = self._engine.activation_offload
@@ -409,19 +409,24 @@ class Needs:
         between = layer if self._regathers else self._sum(self._layers)
         if shards > 1:
             yield self._moment(self._coming, gradients=earlier)
-        ended = max(kept.values()) if offloads else self._sum(kept)
+        ended = max(saved.values()) if offloads else self._sum(saved)
         last = self._tokens * self._hidden + 4 * self._scored * self._hidden
         yield self._moment(
             root + between, activations=ended + last, logits=max(self._logits), gradients=earlier
         )
-        for kind, each in self._tokens_of.items():
-            others = max(kept.values()) * (depth > 1) if offloads else self._sum(kept) - kept[kind]
+        for kind, token in self._tokens_of.items():
+            others = (
+                max(saved.values()) * (depth > 1) if offloads else self._sum(saved) - saved[kind]
+            )
             weights = self._model.trained[kind]
             mlp = self._width * held((w for w in weights if w.is_mlp), 1, self._tensor)
             every = self._width * held(weights, 1, self._tensor)
-            for peak, made in ((each.mlp_backward, mlp), (each.attention_backward, every)):
+            for peak, new_gradient in (
+                (token.mlp_backward, mlp),
+                (token.attention_backward, every),
+            ):
                 inner = self._tokens * peak
-                own = earlier + made + self._head_gradient
+                own = earlier + new_gradient + self._head_gradient
                 yield self._moment(root + self._running, activations=others + inner, gradients=own)
                 gathered = root + (2 if self._regathers else 1) * layer
                 own += reduced + FP32 * largest * shards
@@ -440,8 +445,8 @@ class Needs:
         copies = 3.0 if shards == 1 else 1 + self._cpu + 1 / shards
         own = FP32 * largest * shards * copies
         yield self._moment(self._root, gradients=self._head_gradient + others + own)
-        kept = 0.0 if shards == 1 or self._model.shape.tied else self._head_gradient
-        yield self._moment(0, gradients=layers + kept + FP32 * root * copies)
+        head = 0.0 if shards == 1 or self._model.shape.tied else self._head_gradient
+        yield self._moment(0, gradients=layers + head + FP32 * root * copies)
         if shards > 1:
             yield self._moment(0, gradients=layers + (FP32 + self._width) * root)
 

@@ -176,8 +176,8 @@ class PlannedModel:
             _active(kind, self.layers[kind]) * n for kind, n in self.shape.counts.items()
         )
         attention: Counter[int | None] = Counter()
-        for each in self.shape.layers:
-            attention[each.window] += 4 * self.shape.query
+        for layer in self.shape.layers:
+            attention[layer.window] += 4 * self.shape.query
         return ModelFlops(2.0 * active, attention, 2.0 * head)
 
 
@@ -225,19 +225,19 @@ def token_bytes(
     """Return a token's bytes in a layer, with `width` bytes per number of a product."""
     part = _hidden(model, engine, width)
     attention, mlp = _of_torch(model, layer, engine, width, cpu)
-    kept = attention.kept + mlp.kept
+    saved = attention.saved + mlp.saved
     return TokenBytes(
-        kept,
+        saved,
         attention.products + mlp.products,
         part,
         2 * part + max(attention.forward, mlp.forward),
-        kept + part + mlp.backward,
-        attention.kept + part + attention.backward,
+        saved + part + mlp.backward,
+        attention.saved + part + attention.backward,
     )
 
 
 class _Block(NamedTuple):
-    kept: float
+    saved: float
     products: float
     """Kept with selective checkpointing."""
     forward: float
@@ -280,14 +280,14 @@ def _of_torch(
 
     def inputs(source: float, *names: str) -> float:
         """Return bytes of linear layers' inputs, and of their adapters' narrow outputs."""
-        kept = source if any(map(trains, names)) else 0.0
-        return kept + rank * sum(map(model.adapts, names))
+        saved = source if any(map(trains, names)) else 0.0
+        return saved + rank * sum(map(model.adapts, names))
 
     def outputs(*linears: tuple[str, float]) -> float:
         return sum(size + (size + rank) * model.adapts(name) for name, size in linears)
 
     attention = _Block(
-        kept=norms
+        saved=norms
         + inputs(whole, "q_proj", "k_proj", "v_proj")
         + (query + key) * normed * (family.query_norms != "none")
         + heads
@@ -303,7 +303,7 @@ def _of_torch(
     if not layer.experts:
         inner = layer.intermediate * width / tensor
         mlp = _Block(
-            kept=norms
+            saved=norms
             + inputs(whole, "gate_proj", "up_proj")
             + 3 * inner
             + inputs(inner, "down_proj"),
@@ -319,7 +319,7 @@ def _of_torch(
     rank *= layer.experts_per_token
     router = (FP32 + width) * layer.experts
     mlp = _Block(
-        kept=norms
+        saved=norms
         + (whole if model.lora is None else 0)
         + router
         + inputs(sent, gate_up)
