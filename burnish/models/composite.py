@@ -60,9 +60,9 @@ def composite_at(directory: Path, hf_config: PretrainedConfig) -> Composite | No
     whole = AutoConfig.from_pretrained(directory, local_files_only=True)
     if language_config(whole) is whole:
         return None
-    held = DirectoryReader(directory).tensors
-    prefix, names = language_names(held, build_on_meta(hf_config))
-    rest = _beside(held, names)
+    tensors = DirectoryReader(directory).tensors
+    prefix, names = language_names(tensors, build_on_meta(hf_config))
+    rest = _beside(tensors, names)
     quantized = [name for name, each in rest.items() if _is_quantized(each.dtype)]
     if quantized:
         raise IncompatibleError(
@@ -75,21 +75,21 @@ def composite_at(directory: Path, hf_config: PretrainedConfig) -> Composite | No
     return Composite(directory, names, rest, frozenset(strays))
 
 
-def language_names(held: Collection[str], model: PreTrainedModel) -> tuple[str, dict[str, str]]:
+def language_names(stored: Collection[str], model: PreTrainedModel) -> tuple[str, dict[str, str]]:
     """Return the prefix of a composite's language model, and its name of each of the model's tensors, tied ones included.
 
-    The language model lies below the one prefix under which all its tensors are. Names that are not held are left out.
+    The language model lies below the one prefix under which all its tensors are. Names that are not stored are left out.
     Raises `IncompatibleError` for two such prefixes.
     """
     own = f"{model.base_model_prefix}."
-    wanted = [*(spec.name for spec in tensor_specs(model)), *tied_names(model)]
-    inner = [name.removeprefix(own) for name in wanted if name.startswith(own)]
+    names = [*(spec.name for spec in tensor_specs(model)), *tied_names(model)]
+    inner = [name.removeprefix(own) for name in names if name.startswith(own)]
     prefixes: dict[str, int] = {}
     for tail in inner[:1]:
-        for name in held:
+        for name in stored:
             prefix = name.removesuffix(tail)
             if prefix != name and (not prefix or prefix.endswith(".")):
-                prefixes[prefix] = sum(f"{prefix}{each}" in held for each in inner)
+                prefixes[prefix] = sum(f"{prefix}{each}" in stored for each in inner)
     most = max(prefixes.values(), default=0)
     best = [prefix for prefix, count in prefixes.items() if count == most]
     if len(best) > 1:
@@ -99,13 +99,13 @@ def language_names(held: Collection[str], model: PreTrainedModel) -> tuple[str, 
             want=f"one prefix below which all tensors of a {model.config.model_type} are",
             do="save the one to be trained alone, and set model.path to that",
         )
-    found = {}
-    for name in wanted:
+    stored_names = {}
+    for name in names:
         tail = name.removeprefix(own)
         places = [f"{best[0]}{tail}"] if best and tail != name else _outwards(best, name)
-        if there := next((each for each in places if each in held), None):
-            found[name] = there
-    return best[0] if best else "", found
+        if there := next((each for each in places if each in stored), None):
+            stored_names[name] = there
+    return best[0] if best else "", stored_names
 
 
 def _outwards(prefixes: list[str], name: str) -> list[str]:
@@ -133,9 +133,9 @@ def language_within(config: bytes) -> PretrainedConfig | None:
     return None if language is whole else language
 
 
-def _beside(held: Mapping[str, TensorInfo], names: Mapping[str, str]) -> dict[str, TensorInfo]:
+def _beside(tensors: Mapping[str, TensorInfo], names: Mapping[str, str]) -> dict[str, TensorInfo]:
     language = set(names.values())
-    return {name: each for name, each in held.items() if name not in language}
+    return {name: each for name, each in tensors.items() if name not in language}
 
 
 def _is_quantized(dtype: torch.dtype) -> bool:
@@ -158,29 +158,31 @@ def language_modules(composite: Composite, hf_config: PretrainedConfig) -> tuple
 def class_of(whole: PretrainedConfig) -> type[PreTrainedModel]:
     """Return transformers' class of a composite."""
     kinds = (MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, MODEL_FOR_MULTIMODAL_LM_MAPPING)
-    found: type[PreTrainedModel] = next(each[type(whole)] for each in kinds if type(whole) in each)
-    return found
+    composite_class: type[PreTrainedModel] = next(
+        each[type(whole)] for each in kinds if type(whole) in each
+    )
+    return composite_class
 
 
 def module_like(model: PreTrainedModel, backbone: nn.Module) -> str:
     """Return the name of a model's one module of the class of `backbone`. Raises `IncompatibleError`."""
     kind = type(backbone)
-    found = [name for name, module in model.named_modules() if type(module) is kind]
-    if len(found) != 1:
+    names = [name for name, module in model.named_modules() if type(module) is kind]
+    if len(names) != 1:
         raise IncompatibleError(
             f"{type(model).__name__} does not have its language model in one place",
-            have=few(found) or f"no {kind.__name__}",
+            have=few(names) or f"no {kind.__name__}",
             want=f"one {kind.__name__}",
             do="save its language model alone, and set model.path to that",
         )
-    return found[0]
+    return names[0]
 
 
-def _aligned(given: object, written: Any) -> Any:
+def _aligned(current: object, written: Any) -> Any:
     """Return a saved language model's value of a key; where the composite has several tokens, the others stay."""
-    if not isinstance(given, list) or isinstance(written, list):
+    if not isinstance(current, list) or isinstance(written, list):
         return written
-    return [written, *(each for each in given if each != written)]
+    return [written, *(each for each in current if each != written)]
 
 
 def write_composite_assets(composite: Composite, directory: Path, dtype: torch.dtype) -> None:
@@ -196,8 +198,8 @@ def write_composite_assets(composite: Composite, directory: Path, dtype: torch.d
         for key in (*_SPECIAL_TOKENS, _TIE):
             if key in written and (key in part or part is not values):
                 part[key] = _aligned(part.get(key), written[key])
-        if held := [key for key in _DTYPES if key in part]:
-            part |= dict.fromkeys(held, str(dtype).partition(".")[2])
+        if dtype_keys := [key for key in _DTYPES if key in part]:
+            part |= dict.fromkeys(dtype_keys, str(dtype).partition(".")[2])
     if getattr(whole, _TIE, written.get(_TIE)) != written.get(_TIE):
         values[_TIE] = written.get(_TIE)
     if not any(key in values for key in _DTYPES):

@@ -31,8 +31,8 @@ class Passed:
     @classmethod
     def all_of(cls, lengths: Iterable[int]) -> Self:
         """Count sequences of these lengths, computed entirely."""
-        each = tuple(lengths)
-        return cls(sum(each), sum(each), each)
+        attended = tuple(lengths)
+        return cls(sum(attended), sum(attended), attended)
 
     def __add__(self, other: Passed) -> Passed:
         return Passed(

@@ -108,13 +108,13 @@ def read_model_config(config: ModelConfig) -> PretrainedConfig:
             "set model.trust_remote_code=true",
         ),
     ):
-        found = AutoConfig.from_pretrained(
+        hf_config = AutoConfig.from_pretrained(
             directory, trust_remote_code=config.trust_remote_code, local_files_only=True
         )
-        has_value_head(found)  # raises for architectures that are no names
-    if has_own_code(found):
+        has_value_head(hf_config)  # raises for architectures that are no names
+    if has_own_code(hf_config):
         code_files(directory)  # refused now, not when a checkpoint is written
-    return _with_own_head(language_config(found), directory)
+    return _with_own_head(language_config(hf_config), directory)
 
 
 def _with_own_head(config: PretrainedConfig, directory: Path) -> PretrainedConfig:
@@ -217,9 +217,9 @@ def generation_config(hf_config: PretrainedConfig) -> GenerationConfig:
             want="a JSON object with settings of transformers' GenerationConfig",
             do="correct or remove the file",
         ):
-            found = GenerationConfig.from_pretrained(origin)
-            torch.tensor(found.eos_token_id or [], dtype=torch.int64)  # one number, or several
-            return found
+            generation = GenerationConfig.from_pretrained(origin)
+            torch.tensor(generation.eos_token_id or [], dtype=torch.int64)  # one number, or several
+            return generation
     return GenerationConfig.from_model_config(hf_config)
 
 
@@ -229,13 +229,17 @@ def aligned_generation_config(
     ends: Iterable[int] = (),
 ) -> GenerationConfig:
     """Return `generation_config` with the tokenizer's special tokens; `ends` end completions, too."""
-    found = generation_config(hf_config)
+    generation = generation_config(hf_config)
     if tokenizer is not None:
-        _align_special_tokens(found, tokenizer)
-        given = found.eos_token_id if isinstance(found.eos_token_id, list) else [found.eos_token_id]
-        every = [each for each in dict.fromkeys((*given, *ends)) if each is not None]
-        found.eos_token_id = every[0] if len(every) == 1 else every or None
-    return found
+        _align_special_tokens(generation, tokenizer)
+        current = (
+            generation.eos_token_id
+            if isinstance(generation.eos_token_id, list)
+            else [generation.eos_token_id]
+        )
+        every = [each for each in dict.fromkeys((*current, *ends)) if each is not None]
+        generation.eos_token_id = every[0] if len(every) == 1 else every or None
+    return generation
 
 
 def _align_special_tokens(
@@ -244,14 +248,14 @@ def _align_special_tokens(
     """Set the special tokens that the tokenizer has, as transformers' Trainer does. Further eos tokens stay."""
     for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
         token = getattr(tokenizer, name)
-        given = getattr(config, name, None)
+        current = getattr(config, name, None)
         if token is None:
             continue
         # Any of several tokens ends a completion. In config.json only lists have several.
         if name == "eos_token_id" and (
-            isinstance(given, list) or isinstance(config, GenerationConfig)
+            isinstance(current, list) or isinstance(config, GenerationConfig)
         ):
-            others = given if isinstance(given, list) else [given]
+            others = current if isinstance(current, list) else [current]
             token = [token, *(each for each in others if each not in (token, None))]
         setattr(config, name, token)
 
@@ -281,8 +285,8 @@ def save_model_assets(
         if hasattr(config, stale):
             delattr(config, stale)
     if tokenizer is not None:
-        for each in {id(each): each for each in (config, config.get_text_config())}.values():
-            _align_special_tokens(each, tokenizer)
+        for part in {id(part): part for part in (config, config.get_text_config())}.values():
+            _align_special_tokens(part, tokenizer)
     config.save_pretrained(directory)
     if tokenizer is not None:
         tokenizer.save_pretrained(directory)
@@ -324,17 +328,17 @@ class SafetensorsSource(Closing):
 
         Warns of unused tensors and files, and of an index that contradicts its files. Raises `IncompatibleError` for several tensors of different values that stand for the same weight.
         """
-        wanted = {spec.name for spec in map(self._checked, specs)}
-        held = self._reader.tensors
-        used = wanted | {f"{n}{s}" for n in wanted - held.keys() for s in ("_blocks", "_scales")}
+        names = {spec.name for spec in map(self._checked, specs)}
+        stored = self._reader.tensors
+        used = names | {f"{n}{s}" for n in names - stored.keys() for s in ("_blocks", "_scales")}
         with self._reader:
-            for name in wanted:
+            for name in names:
                 used.update(self._alike(name))
         used |= self._kept
-        extra = [name for name in held if name not in used and not self._is_mask(name)]
+        extra = [name for name in stored if name not in used and not self._is_mask(name)]
         if extra:
-            unused = "%s holds %d tensors that the model has no use for: %s"
-            _log.warning(unused, self.directory, len(extra), _in_groups(extra, used))
+            message = "%s holds %d tensors that the model has no use for: %s"
+            _log.warning(message, self.directory, len(extra), _in_groups(extra, used))
         entries = ((each.file, each.entry) for each in self._reader.locations.values())
         if others := unread_files(self.directory):
             read = few(sorted({each.file for each in self._reader.locations.values()}))
@@ -345,11 +349,13 @@ class SafetensorsSource(Closing):
 
     def untied(self) -> list[str]:
         """Return the tied names if each has a tensor with other values than the one that stands for it."""
-        held = self._reader.tensors
+        stored = self._reader.tensors
         for alias, name in self._tied.items():
             own = self._names.get(alias, alias)
-            other = next((n for n in (name, *self._aliases[name]) if n in held and n != own), None)
-            if own not in held or other is None or self._reader.same(own, other):
+            other = next(
+                (n for n in (name, *self._aliases[name]) if n in stored and n != own), None
+            )
+            if own not in stored or other is None or self._reader.same(own, other):
                 return []
         return list(self._tied)
 
@@ -359,10 +365,10 @@ class SafetensorsSource(Closing):
 
     def _alike(self, name: str) -> list[str]:
         """Return the tensors that stand for a weight. Raises `IncompatibleError` if they differ."""
-        held = self._reader.tensors
-        there = [each for each in (name, *self._aliases.get(name, ())) if each in held]
+        stored = self._reader.tensors
+        there = [each for each in (name, *self._aliases.get(name, ())) if each in stored]
         differing = [each for each in there[1:] if not self._reader.same(there[0], each)]
-        if there and f"{name}_blocks" in held:
+        if there and f"{name}_blocks" in stored:
             differing.append(f"{name}_blocks")
         if differing:
             raise IncompatibleError(
@@ -394,17 +400,17 @@ class SafetensorsSource(Closing):
 
     def _packed_shape(self, name: str) -> tuple[int, ...] | None:
         """Return the shape of a weight that is stored in MXFP4 only."""
-        held = self._reader.tensors
-        if name in held or f"{name}_blocks" not in held:
+        stored = self._reader.tensors
+        if name in stored or f"{name}_blocks" not in stored:
             return None
         from burnish.models.mxfp4 import plain_shape
 
-        return plain_shape(held, name)
+        return plain_shape(stored, name)
 
     def _find(self, name: str) -> str:
         names = [name, *self._aliases.get(name, ())]
-        if found := next((each for each in names if each in self._reader.tensors), None):
-            return found
+        if stored_name := next((each for each in names if each in self._reader.tensors), None):
+            return stored_name
         raise MissingError(
             f"{self.directory} has no tensor {name}",
             have=few(list(self._reader.tensors)),
@@ -414,8 +420,8 @@ class SafetensorsSource(Closing):
 
     def _checked(self, spec: TensorSpec) -> TensorSpec:
         packed = self._packed_shape(spec.name)
-        found = self._find(spec.name) if packed is None else f"{spec.name}_blocks"
-        location = self._reader.locations[found]
+        stored_name = self._find(spec.name) if packed is None else f"{spec.name}_blocks"
+        location = self._reader.locations[stored_name]
         entry = location.entry
         path = self.directory / location.file
         shape = packed or entry.shape

@@ -116,11 +116,11 @@ class _TokenLogprobs(torch.autograd.Function):
         ctx: Any, *gradients: Tensor | None
     ) -> tuple[Tensor | None, Tensor | None, None, None, None]:
         hidden, weight, columns, normalizer, entropy = ctx.saved_tensors
-        given = [gradient for gradient in gradients if gradient is not None]
-        if not given:
+        incoming = [gradient for gradient in gradients if gradient is not None]
+        if not incoming:
             return None, None, None, None, None
         # Tokens without a gradient, as those of a group with equal rewards, need no logits again.
-        rows = torch.stack([gradient != 0 for gradient in given]).any(dim=0).nonzero()[:, 0]
+        rows = torch.stack([gradient != 0 for gradient in incoming]).any(dim=0).nonzero()[:, 0]
         factor = ctx.options.transform.scale / ctx.options.temperature
         of_logprobs, of_entropy = (None if g is None else g[rows] * factor for g in gradients)
         if of_logprobs is None:
@@ -152,8 +152,8 @@ def _softmax_sums(
         if kernels is not None:
             sums[:, rows] = kernels.softmax_sums(logits, columns[rows], *options.factors)
             continue
-        for local, some in _pieces(rows, logits):
-            sums[:, some] = _sums_of(logits[local], columns[some], options, exact)
+        for local, part in _pieces(rows, logits):
+            sums[:, part] = _sums_of(logits[local], columns[part], options, exact)
     return sums, logits
 
 
@@ -211,8 +211,8 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
     if is_sm80_or_newer(left.device) and left.dtype.itemsize == 2:
         torch.addmm(total, left, right, total.dtype, out=total)
         return
-    for some in _slices(len(total), _SUMMED_ROWS):
-        total[some] += left[some] @ right
+    for rows in _slices(len(total), _SUMMED_ROWS):
+        total[rows] += left[rows] @ right
 
 
 def _logit_gradient(

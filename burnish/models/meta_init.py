@@ -61,10 +61,10 @@ def build_on_meta(hf_config: PretrainedConfig) -> PreTrainedModel:
     """
     config = copy.deepcopy(hf_config)
     config.use_cache = False
-    for each in (config, config.get_text_config()):
-        for name, value in vars(each).items():  # some families read these at every call
+    for part in (config, config.get_text_config()):
+        for name, value in vars(part).items():  # some families read these at every call
             if isinstance(value, float) and ("drop" in name or name == "router_jitter_noise"):
-                setattr(each, name, 0.0)
+                setattr(part, name, 0.0)
     with torch.device("meta"):
         model = plain_model(config)
     model.config._attn_implementation = IMPLEMENTATION  # read by every layer at every call
@@ -94,10 +94,12 @@ def rotary_limits(config: PretrainedConfig) -> dict[str, int]:
     text = config.get_text_config()
     rope = getattr(text, "rope_parameters", None) or {}
     limits: dict[str, int] = {}
-    for each in (rope, *rope.values()):
-        kind = each.get("rope_type") if isinstance(each, Mapping) else None
+    for parameters in (rope, *rope.values()):
+        kind = parameters.get("rope_type") if isinstance(parameters, Mapping) else None
         if kind in ("dynamic", "longrope"):
-            most = each.get("original_max_position_embeddings") or text.max_position_embeddings
+            most = (
+                parameters.get("original_max_position_embeddings") or text.max_position_embeddings
+            )
             name = f"the original length of the model's rope_type {kind}"
             limits[name] = min(most, limits.get(name, most))
     return limits
@@ -154,12 +156,12 @@ def plain_model(config: PretrainedConfig) -> PreTrainedModel:
             from burnish.models.value_head import value_class
 
             kind = value_class(config)
-            made: PreTrainedModel = kind._from_config(config, dtype=torch.float32)
+            model: PreTrainedModel = kind._from_config(config, dtype=torch.float32)
         else:
-            made = AutoModelForCausalLM.from_config(
+            model = AutoModelForCausalLM.from_config(
                 config, dtype=torch.float32, trust_remote_code=has_own_code(config)
             )
-        return made
+        return model
 
 
 def materialize(root: nn.Module, device: torch.device) -> None:
@@ -167,12 +169,12 @@ def materialize(root: nn.Module, device: torch.device) -> None:
     first: dict[int, str] = {}
     ties: dict[str, str] = {}
     for name, parameter in root.named_parameters(remove_duplicate=False):
-        if (kept := first.setdefault(id(parameter), name)) != name:
-            ties[name] = kept
+        if (first_name := first.setdefault(id(parameter), name)) != name:
+            ties[name] = first_name
     root.to_empty(device=device)
-    for name, kept in ties.items():
+    for name, first_name in ties.items():
         owner, _, attribute = name.rpartition(".")
-        setattr(root.get_submodule(owner), attribute, root.get_parameter(kept))
+        setattr(root.get_submodule(owner), attribute, root.get_parameter(first_name))
     fill_buffers(next(m for m in root.modules() if isinstance(m, PreTrainedModel)), device)
 
 
@@ -191,16 +193,16 @@ def fill_buffers(model: PreTrainedModel, device: torch.device) -> None:
 
 def owned_modules(model: PreTrainedModel) -> list[tuple[str, nn.Module, PreTrainedModel]]:
     """Return every module, its name and the innermost `PreTrainedModel` around it."""
-    found: list[tuple[str, nn.Module, PreTrainedModel]] = []
+    modules: list[tuple[str, nn.Module, PreTrainedModel]] = []
 
     def walk(name: str, module: nn.Module, owner: PreTrainedModel) -> None:
         owner = module if isinstance(module, PreTrainedModel) else owner
-        found.append((name, module, owner))
+        modules.append((name, module, owner))
         for key, child in module.named_children():
             walk(f"{name}.{key}" if name else key, child, owner)
 
     walk("", model, model)
-    return found
+    return modules
 
 
 @torch.no_grad()
@@ -216,11 +218,11 @@ def initialized(
         around = _undefined(holder, module, keys)
         with guard_torch_init_functions():
             owner._init_weights(around)
-        made = around.get_submodule(inner)
-        found = {key: getattr(made, key).detach() for key in keys}
-        missing = [k for k, v in found.items() if v.is_floating_point() and bool(v.isnan().any())]
+        filled = around.get_submodule(inner)
+        values = {key: getattr(filled, key).detach() for key in keys}
+        missing = [k for k, v in values.items() if v.is_floating_point() and bool(v.isnan().any())]
         if not missing:
-            return found
+            return values
     raise IncompatibleError(
         f"{type(owner).__name__} does not say how {name}.{missing[0]} is initialized",
         want="a model whose _init_weights fills it",
@@ -247,15 +249,15 @@ def _undefined(around: nn.Module, module: nn.Module, keys: Collection[str]) -> n
         tensor = torch.full(like.shape, value, dtype=like.dtype, device=device)
         return nn.Parameter(tensor, False) if isinstance(like, nn.Parameter) else tensor
 
-    made = object.__new__(
+    copied = object.__new__(
         type(around)
     )  # copy.copy calls FSDP2's __new__, which builds a module anew
-    made.__dict__.update(vars(around))
+    copied.__dict__.update(vars(around))
     inside = around._modules.items()
-    made._modules = {n: child and _undefined(child, module, keys) for n, child in inside}
-    made._parameters = {key: blank(key, held) for key, held in around._parameters.items()}  # type: ignore[misc]
-    made._buffers = {key: blank(key, held) for key, held in around._buffers.items()}
-    return made
+    copied._modules = {n: child and _undefined(child, module, keys) for n, child in inside}
+    copied._parameters = {key: blank(key, like) for key, like in around._parameters.items()}  # type: ignore[misc]
+    copied._buffers = {key: blank(key, like) for key, like in around._buffers.items()}
+    return copied
 
 
 _EXPERT = re.compile(r"(^|\.)experts(\.|$)")

@@ -50,17 +50,17 @@ class Region:
     def in_tensor(self, part: Box) -> Box:
         """Return a part of the region, in coordinates of the checkpoint tensor."""
         sizes = tuple(part.sizes[dim] for dim in self.dims)
-        kept = Box(tuple(part.offsets[dim] for dim in self.dims), sizes)
-        return kept.shift(self.start) if self.start else kept
+        box = Box(tuple(part.offsets[dim] for dim in self.dims), sizes)
+        return box.shift(self.start) if self.start else box
 
-    def shard_of(self, held: Tensor, box: Box, prefix: str = "") -> Shard | None:
-        """View this tensor's elements, if any, in `held`, which has the parameter's elements in `box`. `prefix` precedes the name."""
+    def shard_of(self, local: Tensor, box: Box, prefix: str = "") -> Shard | None:
+        """View this tensor's elements, if any, in `local`, which has the parameter's elements in `box`. `prefix` precedes the name."""
         common = intersect(self.box, box)
         if common is None:
             return None
         part = self.in_tensor(common.relative_to(self.box))
-        view = held[common.relative_to(box).slices].view(part.sizes)
-        return Shard(TensorSpec(prefix + self.name, self.shape, held.dtype), part, view)
+        view = local[common.relative_to(box).slices].view(part.sizes)
+        return Shard(TensorSpec(prefix + self.name, self.shape, local.dtype), part, view)
 
 
 def regions(model: PreTrainedModel) -> tuple[Region, ...]:
@@ -69,8 +69,8 @@ def regions(model: PreTrainedModel) -> tuple[Region, ...]:
     Works on meta, plain and FSDP2-sharded models. Raises `IncompatibleError` for a tensor that is not a
     box of a parameter.
     """
-    held = _held(model)
-    sizes = {name: torch.empty(t.shape, dtype=t.dtype, device="meta") for name, t in held.items()}
+    saved = _saved_tensors(model)
+    sizes = {name: torch.empty(t.shape, dtype=t.dtype, device="meta") for name, t in saved.items()}
     owners = {_storage(tensor): name for name, tensor in sizes.items()}
     with torch.no_grad(), _CopiesAreViews():  # type: ignore[no-untyped-call]
         canonical = revert_weight_conversion(model, dict(sizes))
@@ -82,8 +82,8 @@ def regions(model: PreTrainedModel) -> tuple[Region, ...]:
 
 def tensor_specs(model: PreTrainedModel) -> list[TensorSpec]:
     """Return the tensors of a model's checkpoint, in the order of `regions`."""
-    held = _held(model)
-    return [TensorSpec(r.name, r.shape, held[r.parameter].dtype) for r in regions(model)]
+    saved = _saved_tensors(model)
+    return [TensorSpec(r.name, r.shape, saved[r.parameter].dtype) for r in regions(model)]
 
 
 def model_shards(
@@ -97,9 +97,9 @@ def model_shards(
     `tensors` (optimizer slots) replace parameters: by parameter name, in the (local) shape of the
     parameter. `prefix` precedes every canonical name. `parts` replaces `regions(model)`.
     """
-    held = _held(model)
+    saved = _saved_tensors(model)
     for region in regions(model) if parts is None else parts:
-        parameter = held[region.parameter]
+        parameter = saved[region.parameter]
         source = parameter if tensors is None else tensors.get(region.parameter)
         if source is None:
             continue
@@ -111,10 +111,10 @@ def model_shards(
 
 def tied_names(model: PreTrainedModel) -> dict[str, str]:
     """Return other names for tied weights, each with the canonical name (`lm_head.weight` → embeddings)."""
-    kept = _held(model)
-    canonical = {id(tensor): name for name, tensor in kept.items()}
+    saved = _saved_tensors(model)
+    canonical = {id(tensor): name for name, tensor in saved.items()}
     state = {name: id(tensor) for name, tensor in model.state_dict(keep_vars=True).items()}
-    return {n: canonical[key] for n, key in state.items() if n not in kept and key in canonical}
+    return {n: canonical[key] for n, key in state.items() if n not in saved and key in canonical}
 
 
 def local_box(parameter: Tensor) -> Box:
@@ -152,15 +152,15 @@ class _CopiesAreViews(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))
 
 
-def _held(model: PreTrainedModel) -> dict[str, Tensor]:
+def _saved_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
     """Return parameters and persistent buffers, tied ones once, under the name that saving keeps."""
     aliases = set(getattr(model, "all_tied_weights_keys", None) or ())
     ignored = set(model._keys_to_ignore_on_save or ())
     state = model.state_dict(keep_vars=True)
-    kept: dict[int, str] = {}
+    first_names: dict[int, str] = {}
     for name in sorted(state, key=aliases.__contains__):  # those that saving keeps come first
-        kept.setdefault(id(state[name]), name)
-    names = set(kept.values()) - ignored
+        first_names.setdefault(id(state[name]), name)
+    names = set(first_names.values()) - ignored
     return {name: tensor for name, tensor in state.items() if name in names}
 
 

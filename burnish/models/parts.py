@@ -30,10 +30,10 @@ class ShardRule:
     @classmethod
     def of(cls, size: int, dim: int, rank: int, ranks: int, joined: int = 1) -> ShardRule:
         """Return a rank's part of `size` indices that join `joined` equal tensors."""
-        each = size // joined
-        start = each * rank // ranks
-        stop = each * (rank + 1) // ranks
-        return cls(dim, tuple(range(n * each + start, n * each + stop) for n in range(joined)))
+        length = size // joined
+        start = length * rank // ranks
+        stop = length * (rank + 1) // ranks
+        return cls(dim, tuple(range(n * length + start, n * length + stop) for n in range(joined)))
 
     def of_tensor(self, parameter: Tensor) -> Tensor:
         """Return the part of the whole parameter."""
@@ -44,28 +44,28 @@ class ShardRule:
 
 def cut_regions(regions: Iterable[Region], cuts: Mapping[str, ShardRule]) -> tuple[Region, ...]:
     """Return the checkpoint tensors that this rank holds, as boxes of the cut parameters."""
-    found: list[Region] = []
+    own_regions: list[Region] = []
     for region in regions:
         cut = cuts.get(region.parameter)
-        found.extend([region] if cut is None else _parts(region, cut))
-    return tuple(found)
+        own_regions.extend([region] if cut is None else _parts(region, cut))
+    return tuple(own_regions)
 
 
 def _parts(region: Region, cut: ShardRule) -> Iterator[Region]:
     first = region.box.offsets[cut.dim]
     size = region.box.sizes[cut.dim]
-    held = 0  # where the span begins in the cut parameter
+    begin = 0  # where the span begins in the cut parameter
     for span in cut.spans:
         start = max(first, span.start)
         stop = min(first + size, span.stop)
         if start < stop:
             offsets = list(region.box.offsets)
             sizes = list(region.box.sizes)
-            offsets[cut.dim], sizes[cut.dim] = held + start - span.start, stop - start
+            offsets[cut.dim], sizes[cut.dim] = begin + start - span.start, stop - start
             begins = list(region.start or (0,) * len(region.dims))
             begins[region.dims.index(cut.dim)] += start - first
             yield replace(region, box=Box(tuple(offsets), tuple(sizes)), start=tuple(begins))
-        held += len(span)
+        begin += len(span)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

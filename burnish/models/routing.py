@@ -120,18 +120,18 @@ def router_of(mixture: Any) -> nn.Module:
     return mixture.router if hasattr(mixture, "router") else mixture.gate
 
 
-def require_recorded(recorded: Tensor, want: tuple[int, int, int], count: int) -> None:
+def require_recorded(recorded: Tensor, sizes: tuple[int, int, int], count: int) -> None:
     """Raise `IncompatibleError` unless experts have the shape `want` and are below `count`.
 
     Values on an accelerator are not checked: they were recorded there.
     """
     outside = recorded.device.type == "cpu" and recorded.numel() > 0
     least, largest = (int(each) for each in recorded.aminmax()) if outside else (0, 0)
-    if tuple(recorded.shape) != want or least < 0 or largest >= max(count, 1):
+    if tuple(recorded.shape) != sizes or least < 0 or largest >= max(count, 1):
         raise IncompatibleError(
             "the recorded experts are not those of this model and these tokens",
             have=f"{' × '.join(map(str, recorded.shape))} numbers from {least} to {largest}",
-            want=f"{want[0]} tokens × {want[1]} routers × {want[2]} of the experts 0 to {count - 1}",
+            want=f"{sizes[0]} tokens × {sizes[1]} routers × {sizes[2]} of the experts 0 to {count - 1}",
             do="record them with the model that is trained, for all tokens, or set algorithm.router_replay=recompute",
         )
 

@@ -181,8 +181,8 @@ class ScoringPlan:
             from burnish.distributed.tensor_collectives import all_reduce_replicated
 
             predictions = all_reduce_replicated(predictions, self.deal.group)
-        taken = self.results.take(predictions)
-        return values.new_zeros(len(self.tree.rows)).index_copy(0, self.scored, taken)
+        by_token = self.results.take(predictions)
+        return values.new_zeros(len(self.tree.rows)).index_copy(0, self.scored, by_token)
 
 
 def attention_of_part(packing: PackedAttention, deal: TokenSharing) -> PackedAttention:
@@ -198,9 +198,9 @@ def scored_tokens(cu_seqlens: Tensor, loss_mask: Tensor | None = None) -> Tensor
     """Return the indices [M] int64, on the host, of tokens in `loss_mask` [T] or all, without each sequence's first."""
     starts = cu_seqlens[:-1].long()
     total = int(cu_seqlens[-1])
-    wanted = torch.ones(total, dtype=torch.bool) if loss_mask is None else loss_mask.clone()
-    wanted[starts[starts < total]] = False
-    return wanted.nonzero()[:, 0]
+    is_scored = torch.ones(total, dtype=torch.bool) if loss_mask is None else loss_mask.clone()
+    is_scored[starts[starts < total]] = False
+    return is_scored.nonzero()[:, 0]
 
 
 def logit_transform(config: PretrainedConfig) -> LogitTransform:

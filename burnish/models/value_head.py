@@ -30,10 +30,10 @@ def value_config(config: PretrainedConfig) -> PretrainedConfig:
             want="a token or sequence classification model with one label, or a language model",
             do="set critic.path to one",
         )
-    made = copy.deepcopy(config)
-    made.num_labels = 1
-    made.architectures = [value_class(config).__name__]
-    return made
+    critic_config = copy.deepcopy(config)
+    critic_config.num_labels = 1
+    critic_config.architectures = [value_class(config).__name__]
+    return critic_config
 
 
 def value_class(config: PretrainedConfig) -> type[PreTrainedModel]:

@@ -133,7 +133,7 @@ class _SharedRows:
 
     sources: RowMap
     """[A], the computed row that stands for each sequence row."""
-    kept: Tensor
+    first: Tensor
     """[C] int64, the sequence row from which each computed row's output is taken."""
     others: Tensor
     """[A - C] int64, all other sequence rows."""
@@ -141,18 +141,18 @@ class _SharedRows:
     @classmethod
     def of(cls, sources: Indices, device: torch.device) -> _SharedRows:
         """Plan from `sources` [A], the computed row of each sequence row."""
-        _, kept = np.unique(sources, return_index=True)
-        others = np.setdiff1d(np.arange(len(sources)), kept)
-        return cls(RowMap.of(sources, device), on_device(kept, device), on_device(others, device))
+        _, first = np.unique(sources, return_index=True)
+        others = np.setdiff1d(np.arange(len(sources)), first)
+        return cls(RowMap.of(sources, device), on_device(first, device), on_device(others, device))
 
     def spread(self, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
         """Return the rows of whole sequences. Gradients of keys and values add up."""
-        query = select_rows(query, self.sources.index, self.kept, None)
+        query = select_rows(query, self.sources.index, self.first, None)
         return [query, self.sources.take(key), self.sources.take(value)]
 
     def collect(self, output: Tensor) -> Tensor:
         """Return the outputs of the computed rows."""
-        return select_rows(output, self.kept, self.sources.index, self.others)
+        return select_rows(output, self.first, self.sources.index, self.others)
 
 
 @dataclass(frozen=True)

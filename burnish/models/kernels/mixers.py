@@ -47,8 +47,10 @@ def _cache_of(module: nn.Module) -> str | None:
     """Return the keyword for the cache of a layer with a convolution over tokens, else None."""
     if not any(isinstance(child, nn.Conv1d) for child in module.children()):
         return None
-    taken = inspect.signature(module.forward).parameters
-    return next((name for name in _CACHES if name in taken and taken[name].default is None), None)
+    parameters = inspect.signature(module.forward).parameters
+    return next(
+        (name for name in _CACHES if name in parameters and parameters[name].default is None), None
+    )
 
 
 class _PackedMixer(nn.Module):

@@ -103,7 +103,7 @@ def _backward(  # noqa: PLR0913
     with _products(query):
         for span in _spans(queries.shape, window, query.device):
             rows = span.rows(queries).mul_(scaling)
-            given = span.rows(upstream)
+            upstream_rows = span.rows(upstream)
             row_gradient = torch.empty_like(rows)
             for part in span.groups:
                 seen = keys[part, span.seen].contiguous()
@@ -111,8 +111,10 @@ def _backward(  # noqa: PLR0913
                 scores = span.scores(rows[part], seen, softcap)
                 slope = None if softcap is None else 1 - (scores / softcap).square_()
                 weights, of_sinks = span.weights(scores, sinks, part)
-                value_gradient[part, span.seen].baddbmm_(weights.transpose(1, 2), given[part])
-                scores = torch.bmm(given[part], seen_values.transpose(1, 2))
+                value_gradient[part, span.seen].baddbmm_(
+                    weights.transpose(1, 2), upstream_rows[part]
+                )
+                scores = torch.bmm(upstream_rows[part], seen_values.transpose(1, 2))
                 if sink_gradient is None or of_sinks is None:
                     torch.ops.aten._softmax_backward_data.out(
                         scores, weights, -1, weights.dtype, grad_input=scores

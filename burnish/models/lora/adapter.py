@@ -241,16 +241,16 @@ def target_weights(model: PreTrainedModel, config: LoraConfig) -> list[str]:
     layers = _linear_weights(model)
     weights = [*layers, *expert_parameters(model)]
     require_targets(config.targets, kinds_of(weights))
-    wanted = config.targets or _default_targets(model, layers)
-    found = [name for name in weights if kinds_of([name])[0] in wanted]
-    if lost := _renamed(model, found):
+    targets = config.targets or _default_targets(model, layers)
+    adapted = [name for name in weights if kinds_of([name])[0] in targets]
+    if lost := _renamed(model, adapted):
         raise IncompatibleError(
             "PEFT would not find a part of this adapter again: transformers renames its layers on reading",
             have=few(lost),
             want="layers that keep their names",
             do=f"take {few(kinds_of(lost))} out of model.lora.targets",
         )
-    return found
+    return adapted
 
 
 def warn_of_unadapted(config: LoraConfig, hf_config: PretrainedConfig) -> None:
@@ -335,15 +335,15 @@ def _inject(model: PreTrainedModel, config: LoraConfig) -> None:
 
 
 def _computing_layers(model: PreTrainedModel) -> list[Any]:
-    found: list[Any] = []
+    layers: list[Any] = []
     for name, layer in list(model.named_modules()):
         if not hasattr(layer, "lora_A") or name.endswith(".base_layer"):
             continue  # PEFT wraps experts once for each of their parameters
         if hasattr(layer, "parameter_name"):
             layer = AdaptedExperts(layer)
             model.set_submodule(name, layer)
-        found.append(layer)
-    return found
+        layers.append(layer)
+    return layers
 
 
 def _saved_name(parameter: str) -> str:

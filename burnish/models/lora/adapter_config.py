@@ -34,12 +34,12 @@ def plain_names(model: Any) -> dict[str, tuple[str, str]]:
         for name, module in model.named_modules()
         if hasattr(module, "lora_A")
     }
-    found = {}
+    names = {}
     for name, _ in model.named_parameters(remove_duplicate=False):
         layer, is_factor, rest = name.partition(".lora_")
         plain, factor = (weights[layer], rest[0]) if is_factor else (name, "")
-        found[name] = plain.replace(".base_layer", ""), factor
-    return found
+        names[name] = plain.replace(".base_layer", ""), factor
+    return names
 
 
 def factor_name(layer: str, letter: str) -> str:
@@ -199,11 +199,11 @@ def with_adapter(model: ModelConfig, content: bytes) -> ModelConfig:
         do="correct model.lora.path",
     ):
         _require_plain(dict(values), where)
-        found = {ours: values[theirs] for theirs, ours in _UNDERSTOOD.items()}
+        settings = {ours: values[theirs] for theirs, ours in _UNDERSTOOD.items()}
         if values.get(_PARAMETERS):  # then there may be no target_modules
-            found["targets"] = found["targets"] or []
-        kept = {"path": model.lora.path, "publish": model.lora.publish}
-        lora = LoraConfig.model_validate(kept | found)
+            settings["targets"] = settings["targets"] or []
+        own = {"path": model.lora.path, "publish": model.lora.publish}
+        lora = LoraConfig.model_validate(own | settings)
         fused = LoraConfig.model_validate({"targets": values.get(_PARAMETERS) or []}).targets
         # PEFT writes all-linear as the full names of layers.
         weights = [f"{name}.weight" for name in lora.targets]
