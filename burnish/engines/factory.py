@@ -53,8 +53,8 @@ def make_engine(
     if optim is None:
         config = settings_beside(hf_config, config).model_copy(update={"router_aux_loss": 0.0})
     require_fitting(hf_config, config, lora)
-    more = {} if lora is None else {"lora": lora}
+    options = {} if lora is None else {"lora": lora}
     kind = ENGINES.load(config.kind, _SETTING)
-    engine = kind(hf_config, config, optim, layout=layout, device=device, beside=beside, **more)
+    engine = kind(hf_config, config, optim, layout=layout, device=device, beside=beside, **options)
     ENGINES.require_complete(engine, config.kind, _SETTING)
     return engine

@@ -26,28 +26,28 @@ def offloaded(
 
     Storages shared with numpy stay. If one rank of `layout` has no room, all raise. Collective.
     """
-    found = {tensor.untyped_storage()._cdata: storage_bytes(tensor) for tensor in tensors}
-    here = [
-        held
-        for held in found.values()
-        if held.device.type == device.type
-        and held.numel() > 0
-        and held.untyped_storage().resizable()
+    distinct = {tensor.untyped_storage()._cdata: storage_bytes(tensor) for tensor in tensors}
+    storages = [
+        storage
+        for storage in distinct.values()
+        if storage.device.type == device.type
+        and storage.numel() > 0
+        and storage.untyped_storage().resizable()
     ]
     with agree(layout):
-        copies = [arena.take(held.numel()) for held in here]
+        copies = [arena.take(storage.numel()) for storage in storages]
     asynchronous = device.type == "cuda"
-    for host, held in zip(copies, here, strict=True):
-        host.copy_(held, non_blocking=asynchronous)
+    for host, storage in zip(copies, storages, strict=True):
+        host.copy_(storage, non_blocking=asynchronous)
     synchronize(device)
-    for held in here:
-        held.untyped_storage().resize_(0)
+    for storage in storages:
+        storage.untyped_storage().resize_(0)
     try:
         yield
     finally:
-        for host, held in zip(copies, here, strict=True):
-            held.untyped_storage().resize_(host.numel())
-            held.copy_(host, non_blocking=asynchronous)
+        for host, storage in zip(copies, storages, strict=True):
+            storage.untyped_storage().resize_(host.numel())
+            storage.copy_(host, non_blocking=asynchronous)
         synchronize(device)
 
 
@@ -69,15 +69,15 @@ def step_in_waves(
                 group["step"] = steps
         entries = [(optimizer.state[weight], slot) for weight, _ in wave for slot in slots]
         stored = [state[slot] for state, slot in entries]
-        for (state, slot), kept in zip(entries, stored, strict=True):
-            state[slot] = kept.to(device, torch.float32, non_blocking=pinned, copy=True)
+        for (state, slot), stored_slot in zip(entries, stored, strict=True):
+            state[slot] = stored_slot.to(device, torch.float32, non_blocking=pinned, copy=True)
         for weight, gradient in wave:
             weight.grad = gradient
         optimizer.step()
         for weight, _ in wave:
             weight.grad = None
-        for (state, slot), kept in zip(entries, stored, strict=True):
-            state[slot] = kept.copy_(state[slot], non_blocking=pinned)
+        for (state, slot), stored_slot in zip(entries, stored, strict=True):
+            state[slot] = stored_slot.copy_(state[slot], non_blocking=pinned)
     for device in {weight.device for weight, _ in gradients}:
         synchronize(device)  # the host may read the slots from here on
 

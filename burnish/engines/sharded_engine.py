@@ -92,8 +92,8 @@ class ShardedEngine(Engine):
             )
         from burnish.models.routing import require_recorded
 
-        for tokens, each in recorded:
-            require_recorded(each, (tokens, routers, chosen), experts)
+        for tokens, micro_experts in recorded:
+            require_recorded(micro_experts, (tokens, routers, chosen), experts)
 
     def _balanced(self, batch: Batch) -> tuple[Batch, Tensor | None, Stats]:
         """Return the batch with its tokens' experts, the factors of `Routing.balance`, and `moe/load_imbalance`.

@@ -286,13 +286,13 @@ class MegatronShards:
 
     def _stepped(self) -> Iterator[_Range]:
         names = {id(parameter): name for name, parameter in self._parameters.items()}
-        found: dict[str, _Range] = {}
+        ranges: dict[str, _Range] = {}
         for optimizer in self._optimizers:
             for parameter, main in _main_weights(optimizer):
                 start = optimizer._get_model_param_range_map(parameter)["param"].start
                 name = names[id(parameter)]
-                found[name] = _Range(name, start, main, optimizer.optimizer)
-        yield from (found[name] for name in self._parameters if name in found)
+                ranges[name] = _Range(name, start, main, optimizer.optimizer)
+        yield from (ranges[name] for name in self._parameters if name in ranges)
 
 
 def _main_weights(optimizer: DistributedOptimizer) -> Iterator[tuple[nn.Parameter, Tensor]]:

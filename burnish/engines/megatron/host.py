@@ -97,11 +97,11 @@ class _CudaTensorsAreHostTensors(TorchFunctionMode):
         # `.cuda()`: models/common/language_module/language_module.py `setup_embeddings_and_output_layer`
         if func is Tensor.cuda:
             return args[0]
-        found = func(*args, **kwargs)
+        result = func(*args, **kwargs)
         # `param.type() == 'torch.cuda.FloatTensor'`: optimizer/distrib_optimizer.py, optimizer/clip_grads.py
-        if func is Tensor.type and isinstance(found, str):
-            return found.replace("torch.", "torch.cuda.", 1)
-        return found
+        if func is Tensor.type and isinstance(result, str):
+            return result.replace("torch.", "torch.cuda.", 1)
+        return result
 
 
 class _Stream:

@@ -112,15 +112,15 @@ class MegatronEngine(ShardedEngine):
 
         def planned() -> Iterator[_Planned]:
             for micro, is_filler in zip(batch.microbatches, batch.is_filler, strict=True):
-                made = self._planned(micro, factors=None if is_filler else factors)
-                self.passed += made.plan.passed
-                routings.extend([made.routing] if made.routing else [])
-                yield made
+                planned_micro = self._planned(micro, factors=None if is_filler else factors)
+                self.passed += planned_micro.plan.passed
+                routings.extend([planned_micro.routing] if planned_micro.routing else [])
+                yield planned_micro
 
         def of_micro(outputs: TokenOutputs, micro: MicroBatch) -> Tensor:
             nonlocal stats, total
-            value, found = loss(outputs, micro.to(self._device))
-            stats = stats.merge(found)
+            value, micro_stats = loss(outputs, micro.to(self._device))
+            stats = stats.merge(micro_stats)
             total += value.detach()
             return value
 
@@ -138,27 +138,27 @@ class MegatronEngine(ShardedEngine):
     ) -> list[TokenOutputs]:
         """See `Engine.forward`."""
         self._require_routers(batch, record=experts)
-        found: list[TokenOutputs] = []
+        collected: list[TokenOutputs] = []
         recorded: list[tuple[Mapping[int, Tensor], ScoringPlan]] = []
 
         def planned() -> Iterator[_Planned]:
             for micro in batch.microbatches:
-                made = self._planned(micro, record=experts)
-                if experts and made.routing is not None:
-                    recorded.append((made.routing.chosen, made.plan))
-                yield made
+                planned_micro = self._planned(micro, record=experts)
+                if experts and planned_micro.routing is not None:
+                    recorded.append((planned_micro.routing.chosen, planned_micro.plan))
+                yield planned_micro
 
         def keep(outputs: TokenOutputs, micro: MicroBatch) -> Tensor:
-            found.append(outputs)
+            collected.append(outputs)
             return torch.zeros((), device=self._device)
 
         self._run(planned(), len(batch.microbatches), keep, forward_only=True)
         chosen = [self._record(*each) for each in recorded]
         lengths = [len(micro.input_ids) for micro in batch.microbatches]
         values = torch.zeros(len(self._outputs), sum(lengths), device=self._device)
-        if found:
+        if collected:
             for name, row in zip(self._outputs, values, strict=True):
-                torch.cat([getattr(output, name) for output in found], out=row)
+                torch.cat([getattr(output, name) for output in collected], out=row)
         if self.layout.pipeline > 1:
             dist.broadcast(values, group=self.mesh.groups.pp, group_src=self.layout.pipeline - 1)
         outputs = [
@@ -223,7 +223,7 @@ class MegatronEngine(ShardedEngine):
         def stage_step(batches: Iterator[_Planned], chunk: Any) -> tuple[Any, Any]:
             batch = next(batches)
             output = chunk(batch.plan, batch.temperature, batch.routing)
-            return output, lambda found: (_loss_of(batch, found, loss), _NO_TOKENS, None)
+            return output, lambda outputs: (_loss_of(batch, outputs, loss), _NO_TOKENS, None)
 
         with megatron_called():
             for chunk in self._chunks:
@@ -262,10 +262,10 @@ class MegatronEngine(ShardedEngine):
         (routers, experts, chosen_of_each), tensor = self._router_sizes, self.mesh.groups.tp
         own = plan.deal.rows // tensor.size()
         kind = index_dtype(experts)
-        found = torch.zeros((own, routers, chosen_of_each), dtype=kind, device=self._device)
+        recorded = torch.zeros((own, routers, chosen_of_each), dtype=kind, device=self._device)
         for number, of_router in chosen.items():
-            found[:, number] = of_router.to(kind)
-        in_bytes = found.view(torch.uint8)  # since not every backend sends int16
+            recorded[:, number] = of_router.to(kind)
+        in_bytes = recorded.view(torch.uint8)  # since not every backend sends int16
         if self.mesh.groups.pp.size() > 1:  # each router is in one stage; other stages hold zeros
             dist.all_reduce(in_bytes, group=self.mesh.groups.pp)
         if tensor.size() > 1:
@@ -281,11 +281,11 @@ def _dealt(planned: Iterable[_Planned], readers: int) -> list[Iterator[_Planned]
     def of(own: deque[_Planned]) -> Iterator[_Planned]:
         while True:
             if not own:
-                made = next(source, None)
-                if made is None:
+                batch = next(source, None)
+                if batch is None:
                     return
-                for each in waiting:
-                    each.append(made)
+                for queue in waiting:
+                    queue.append(batch)
             yield own.popleft()
 
     return [of(own) for own in waiting]
@@ -295,8 +295,8 @@ def _dealt(planned: Iterable[_Planned], readers: int) -> list[Iterator[_Planned]
 _NO_TOKENS = 0
 
 
-def _loss_of(batch: _Planned, found: TokenOutputs, loss: _LossOf) -> Tensor:
+def _loss_of(batch: _Planned, outputs: TokenOutputs, loss: _LossOf) -> Tensor:
     if batch.micro is not None:
-        return loss(found, batch.micro)
-    output = found.values if len(found.values) else found.logprobs
+        return loss(outputs, batch.micro)
+    output = outputs.values if len(outputs.values) else outputs.logprobs
     return output.sum() * 0.0

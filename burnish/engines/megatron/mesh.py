@@ -52,7 +52,7 @@ class MegatronMesh:
                 order=_ORDER,
                 create_gloo_process_groups=False,
             )
-            for group in _made():
+            for group in _groups():
                 wait_as_all(group)
             # Some layers save and restore random state, so it must exist; nothing is drawn from it.
             model_parallel_cuda_manual_seed(0, force_reset_rng=True)
@@ -60,13 +60,13 @@ class MegatronMesh:
 
     def close(self) -> None:
         """Destroy the groups. Collective."""
-        made = _made()
+        groups = _groups()
         _forget()
-        for group in made:
+        for group in groups:
             dist.destroy_process_group(group)
 
 
-def _made() -> list[dist.ProcessGroup]:
+def _groups() -> list[dist.ProcessGroup]:
     listed = parallel_state._global_process_group_list or ()
     return [group for group in listed if isinstance(group, dist.ProcessGroup)]
 
@@ -78,7 +78,7 @@ def _forget() -> None:
 
 def _forget_ended_run() -> None:
     try:
-        for group in _made():
+        for group in _groups():
             dist.get_process_group_ranks(group)
     except KeyError:
         _forget()

@@ -132,9 +132,9 @@ class PlainRouter(TopKRouter):
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         # Megatron makes the weight on the host and moves it at its first use. Move it now, with Megatron's attributes.
-        made = self.get_parameter("weight")
-        self.weight = nn.Parameter(made.detach().to(torch.cuda.current_device()))
-        vars(self.weight).update(vars(made))
+        host_weight = self.get_parameter("weight")
+        self.weight = nn.Parameter(host_weight.detach().to(torch.cuda.current_device()))
+        vars(self.weight).update(vars(host_weight))
         self.number = 0
         self.instructions: Routing | None = None
         """Instructions for the next forward pass; their rows are those of this rank alone."""
@@ -246,8 +246,8 @@ def _add_outer_products(sums: Tensor, left: Tensor, right: Tensor, counts: Tenso
         return
     sizes = counts.tolist()
     pairs = zip(torch.split(left, sizes), torch.split(right, sizes), strict=True)
-    for total, (ours, theirs) in zip(sums, pairs, strict=True):
-        total.add_(ours.t() @ theirs)
+    for total, (left_rows, right_rows) in zip(sums, pairs, strict=True):
+        total.add_(left_rows.t() @ right_rows)
 
 
 def _ends(counts: Tensor, device: torch.device) -> Tensor:

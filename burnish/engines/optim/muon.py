@@ -62,21 +62,21 @@ class Muon:
             self._buffers = {n: zero_slot(tensor, arena) for n, tensor in self.weights.items()}
         self.slots = {"momentum_buffer": self._buffers}
         """Each slot's tensors by weight name, by torch's name of the slot."""
-        self._mine = _share([spec for name in self.weights for spec in matrices[name]], layout)
+        self._own_specs = _share([spec for name in self.weights for spec in matrices[name]], layout)
         updates = list(self._describe({n: t.bfloat16() for n, t in self.weights.items()}))
-        mine = self._matrices()
-        self._gather = Transfer(updates, mine, layout)
-        self._scatter = Transfer(mine, updates, layout)
+        own_matrices = self._matrices()
+        self._gather = Transfer(updates, own_matrices, layout)
+        self._scatter = Transfer(own_matrices, updates, layout)
 
     def step(self, lr: float, gradients: Mapping[str, Tensor]) -> None:
         """Update once; a missing gradient counts as zeros. Collective."""
         directions = {n: self._direction(n, gradients).bfloat16() for n in self.weights}
         updates = list(self._describe(directions))
-        mine = self._matrices()
-        self._gather.run(updates, mine)
-        for matrix in mine:
+        own_matrices = self._matrices()
+        self._gather.run(updates, own_matrices)
+        for matrix in own_matrices:
             matrix.tensor.copy_(orthogonalized(matrix.tensor))
-        self._scatter.run(mine, updates)
+        self._scatter.run(own_matrices, updates)
         for weight, update in zip(self._describe(self.weights), updates, strict=True):
             weight.tensor.mul_(1 - lr * self._weight_decay)
             size = 0.2 * max(weight.spec.shape) ** 0.5
@@ -95,7 +95,7 @@ class Muon:
     def _matrices(self) -> list[Shard]:
         device = next((weight.device for weight in self.weights.values()), None)
         empty = partial(torch.empty, dtype=torch.bfloat16, device=device)
-        return [Shard(spec, whole(spec.shape), empty(spec.shape)) for spec in self._mine]
+        return [Shard(spec, whole(spec.shape), empty(spec.shape)) for spec in self._own_specs]
 
 
 def orthogonalized(matrix: Tensor) -> Tensor:
@@ -112,16 +112,16 @@ def orthogonalized(matrix: Tensor) -> Tensor:
 def _matrices_of(model: PreTrainedModel, regions: Sequence[Region]) -> dict[str, list[TensorSpec]]:
     """Return the parameters of decoder layers that hold only matrices, each with these checkpoint tensors."""
     inside = {id(p) for layer in decoder_layers(model) for p in layer.parameters()}
-    found: dict[str, dict[str, TensorSpec]] = {
+    by_parameter: dict[str, dict[str, TensorSpec]] = {
         name: {} for name, p in model.named_parameters() if id(p) in inside
     }
     for region in regions:
-        if region.parameter in found:
+        if region.parameter in by_parameter:
             spec = TensorSpec(region.name, region.shape, torch.bfloat16)
-            found[region.parameter][region.name] = spec
+            by_parameter[region.parameter][region.name] = spec
     return {
         name: list(specs.values())
-        for name, specs in found.items()
+        for name, specs in by_parameter.items()
         if specs and all(len(s.shape) == 2 and is_matrix(name, 2) for s in specs.values())
     }
 

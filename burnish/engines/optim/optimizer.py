@@ -98,8 +98,8 @@ class ShardedOptimizer:
 
     def shards(self) -> Iterator[Shard]:
         """Yield this rank's shards of the slots, `exp_avg/<weight>` and so on."""
-        for slot, held in self.slots().items():
-            yield from model_shards(self._model, held, f"{slot}/", self._regions)
+        for slot, tensors in self.slots().items():
+            yield from model_shards(self._model, tensors, f"{slot}/", self._regions)
 
     def gradients(self) -> dict[str, Tensor]:
         """Return this rank's gradients that exist, by weight name."""

@@ -29,7 +29,7 @@ _SMALL_BYTES = 1024
 
 class _Stored:
     def __init__(self, tensor: Tensor) -> None:
-        self.held = tensor
+        self.current = tensor
         """The tensor with the bytes: the saved tensor, a copy on the host, or a later copy on the device."""
         self.copy: Tensor | None = None
         """A copy on the host that may still be running."""
@@ -40,10 +40,10 @@ class _Stored:
 
     @property
     def changed(self) -> bool:
-        return self._version is not None and self.held._version != self._version
+        return self._version is not None and self.current._version != self._version
 
-    def move(self, held: Tensor) -> None:
-        self.held = held
+    def move(self, moved: Tensor) -> None:
+        self.current = moved
         self.copy = None
         self._version = None
         self.on_host = not self.on_host
@@ -60,9 +60,9 @@ class _Saved:
     strides: Sequence[int | torch.SymInt]
 
     def tensor(self) -> Tensor:
-        held = self.stored.held.untyped_storage()
-        empty = torch.empty(0, dtype=self.dtype, device=held.device)
-        return empty.set_(held, self.offset, self.shape, self.strides)
+        storage = self.stored.current.untyped_storage()
+        empty = torch.empty(0, dtype=self.dtype, device=storage.device)
+        return empty.set_(storage, self.offset, self.shape, self.strides)
 
 
 class _Layer:
@@ -128,9 +128,9 @@ class ActivationOffload:
         if before is not None:
             before.copied = self._copy_out(before.stored)
         number = len(self._layers)
-        here = _Layer(module)
-        self._layers.append(here)
-        with saved_tensors_hooks(partial(self._pack, here), partial(self._unpack, number)):
+        layer = _Layer(module)
+        self._layers.append(layer)
+        with saved_tensors_hooks(partial(self._pack, layer), partial(self._unpack, number)):
             yield
         if before is not None:
             self._wait(before.copied)
@@ -138,16 +138,16 @@ class ActivationOffload:
                 if stored.copy is not None and not stored.changed:
                     stored.move(stored.copy)
 
-    def _pack(self, here: _Layer, tensor: Tensor) -> Tensor | _Saved:
+    def _pack(self, layer: _Layer, tensor: Tensor) -> Tensor | _Saved:
         tensor = tensor.detach()  # its graph would hold our result, which holds it: a cycle
         storage = tensor.untyped_storage() if self._can_move(tensor) else None
-        if storage is None or storage.data_ptr() in here.weights():
+        if storage is None or storage.data_ptr() in layer.weights():
             return tensor
         key = (storage._cdata, tensor._version)
         stored = self._known.get(key)
         if stored is None:
             stored = self._known[key] = _Stored(tensor)
-        here.stored.add(stored)
+        layer.stored.add(stored)
         offset = tensor.storage_offset()
         return _Saved(stored, tensor.dtype, offset, tensor.shape, tensor.stride())
 
@@ -171,11 +171,11 @@ class ActivationOffload:
             and tensor.untyped_storage().nbytes() >= _SMALL_BYTES
         )
 
-    def _copy_out(self, each: Iterable[_Stored]) -> torch.Event | None:
+    def _copy_out(self, saved: Iterable[_Stored]) -> torch.Event | None:
         pairs = []
-        for stored in each:
+        for stored in saved:
             if not (stored.on_host or stored.copy is not None or stored.changed):
-                source = storage_bytes(stored.held)
+                source = storage_bytes(stored.current)
                 stored.copy = self._arena.take(len(source))
                 pairs.append((stored.copy, source))
         return self._copy(pairs)
@@ -185,11 +185,11 @@ class ActivationOffload:
         if layer.fetched:
             return
         moving = [stored for stored in layer.stored if stored.on_host]
-        pairs = [(torch.empty_like(s.held, device=self._device), s.held) for s in moving]
+        pairs = [(torch.empty_like(s.current, device=self._device), s.current) for s in moving]
         layer.fetched = True
         layer.copied = self._copy(pairs)
-        for stored, (held, _) in zip(moving, pairs, strict=True):
-            stored.move(held)
+        for stored, (moved, _) in zip(moving, pairs, strict=True):
+            stored.move(moved)
 
     def _copy(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> torch.Event | None:
         if self._stream is None:

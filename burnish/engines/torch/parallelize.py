@@ -79,8 +79,8 @@ def keep_activations(
 def _keep(
     products: Collection[str], context: SelectiveCheckpointContext, op: Any, *_: Any, **__: Any
 ) -> Any:
-    kept = op._schema.name in products
-    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+    is_product = op._schema.name in products
+    return CheckpointPolicy.MUST_SAVE if is_product else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def parallelize(

@@ -87,10 +87,10 @@ def _layer_plan(hf_config: PretrainedConfig) -> Mapping[str, str]:
     plan = {name: style for name, style in whole.items() if ".*." in name}
     strange = sorted(set(plan.values()) - _STYLES.keys() - _OTHER_STYLES)
     if strange or not plan:
-        found = f"a plan with {', '.join(strange)}" if plan else "no plan"
+        offered = f"a plan with {', '.join(strange)}" if plan else "no plan"
         raise UsageError(
             f"tensor parallelism does not know how to cut models of type {text.model_type}",
-            have=f"{found} in transformers",
+            have=f"{offered} in transformers",
             want=f"a plan of {', '.join(sorted((*_STYLES, *_OTHER_STYLES)))} alone",
             do="set engine.tensor_parallel=1; engine.sequence_parallel works for every family",
         )
@@ -149,15 +149,15 @@ def _layer_cuts(
 
 def _keep_parts(model: PreTrainedModel, cuts: Mapping[str, ShardRule]) -> None:
     """Replace cut parameters by their parts; tied parameters stay tied."""
-    made: dict[int, nn.Parameter] = {}
+    parts: dict[int, nn.Parameter] = {}
     for name, whole in list(model.named_parameters(remove_duplicate=False)):
         if name not in cuts:
             continue
-        if id(whole) not in made:
+        if id(whole) not in parts:
             part = cuts[name].of_tensor(whole.detach())
-            made[id(whole)] = nn.Parameter(part, whole.requires_grad)
+            parts[id(whole)] = nn.Parameter(part, whole.requires_grad)
         owner, _, attribute = name.rpartition(".")
-        setattr(model.get_submodule(owner), attribute, made[id(whole)])
+        setattr(model.get_submodule(owner), attribute, parts[id(whole)])
 
 
 def _gather_tokens(
