@@ -138,17 +138,17 @@ class RandomWeights:
             shard.tensor.detach().copy_(drawn[shard.box.slices])
 
 
-def compared(engine: Engine, given: Material) -> list[Difference]:
+def compared(engine: Engine, material: Material) -> list[Difference]:
     """Compare an engine's step with plain transformers; return the worst rank's differences. Collective."""
     weights = RandomWeights()
     engine.load(weights, Part.FROZEN)
     engine.load(weights, Part.WEIGHTS)
-    longest = max(len(example.token_ids) for example in given.examples)
-    budget = max(longest, given.tokens // (2 * engine.layout.data_size))
-    batch = given.batch(engine.layout, budget)
-    found = step_of_engine(engine, batch, weighted_output, given.optim)
-    mine = compare(found, plain_step(given), given)
-    ranks = zip(*gather_objects(mine, engine.layout), strict=True)
+    longest = max(len(example.token_ids) for example in material.examples)
+    budget = max(longest, material.tokens // (2 * engine.layout.data_size))
+    batch = material.batch(engine.layout, budget)
+    outcome = step_of_engine(engine, batch, weighted_output, material.optim)
+    differences = compare(outcome, plain_step(material), material)
+    ranks = zip(*gather_objects(differences, engine.layout), strict=True)
     return [max(each, key=lambda d: math.inf if math.isnan(d.error) else d.error) for each in ranks]
 
 
@@ -171,10 +171,10 @@ def step_of_engine(engine: Engine, batch: Batch, loss: LossFn, optim: OptimConfi
     Gradients come from AdamW's first moment, which is the clipped gradient times 1 - β₁.
     """
     outputs = engine.forward(batch)
-    mine: dict[str, Tensor] = {}
+    values_by_sequence: dict[str, Tensor] = {}
     entropies: dict[str, Tensor] = {}
     for micro, numbers, output in zip(batch.microbatches, batch.examples, outputs, strict=True):
-        mine |= _by_sequence(micro, numbers, _said(output))
+        values_by_sequence |= _by_sequence(micro, numbers, _values_of(output))
         entropies |= _entropies(micro, numbers, output)
     stats = engine.forward_backward(batch, loss).values_by_name()
     norm = engine.optim_step(_LR).values_by_name()["grad_norm"]
@@ -185,7 +185,7 @@ def step_of_engine(engine: Engine, batch: Batch, loss: LossFn, optim: OptimConfi
         for name, moment in moments.items()
         if name.startswith("exp_avg/")
     }
-    gathered = gather_objects((mine, entropies), engine.layout)
+    gathered = gather_objects((values_by_sequence, entropies), engine.layout)
     return BatchOutcome(
         {name: value for part, _ in gathered for name, value in part.items()},
         stats.get("moe/aux_loss", 0.0),
@@ -198,9 +198,9 @@ def step_of_engine(engine: Engine, batch: Batch, loss: LossFn, optim: OptimConfi
     )
 
 
-def _said(outputs: TokenOutputs) -> Tensor:
-    found = outputs.values if len(outputs.values) else outputs.logprobs
-    return found.detach().cpu()
+def _values_of(outputs: TokenOutputs) -> Tensor:
+    values = outputs.values if len(outputs.values) else outputs.logprobs
+    return values.detach().cpu()
 
 
 def _by_sequence(micro: MicroBatch, numbers: Sequence[int], values: Tensor) -> dict[str, Tensor]:
@@ -222,8 +222,8 @@ def _whole(engine: Engine, part: Part) -> tuple[dict[str, Tensor], list[Differen
     pieces = [(s.spec, s.box, s.tensor.detach().float().cpu()) for s in engine.shards(part)]
     built: dict[str, tuple[Tensor, Tensor]] = {}
     copies: dict[str, Difference] = {}
-    for held in gather_objects(pieces, engine.layout):
-        for spec, box, tensor in held:
+    for rank_pieces in gather_objects(pieces, engine.layout):
+        for spec, box, tensor in rank_pieces:
             empty = torch.full(spec.shape, torch.nan), torch.zeros(spec.shape, dtype=torch.bool)
             whole, known = (each[box.slices] for each in built.setdefault(spec.name, empty))
             if known.any():
@@ -236,21 +236,21 @@ def _whole(engine: Engine, part: Part) -> tuple[dict[str, Tensor], list[Differen
     return {name: whole for name, (whole, _) in built.items()}, list(copies.values())
 
 
-def plain_step(given: Material, dtype: torch.dtype = torch.float32) -> BatchOutcome:
+def plain_step(material: Material, dtype: torch.dtype = torch.float32) -> BatchOutcome:
     """Compute the loss by transformers (and PEFT), sequence by sequence, with weights in `dtype`."""
-    model = eager_model(given)
+    model = eager_model(material)
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
     parts = regions(model)
-    if given.lora:
-        parts = Adapter(model, given.lora).weights
+    if material.lora:
+        parts = Adapter(model, material.lora).weights
         RandomWeights().fill(model_shards(model, parts=parts))
-    batch = given.batch(Layout(), given.tokens)
+    batch = material.batch(Layout(), material.tokens)
     (micro,), (order,) = batch.microbatches, batch.examples
-    weight = given.engine.router_aux_loss
+    weight = material.engine.router_aux_loss
     routed = _router_logits(model) if weight else []
     with recording(model) as calls:
-        outputs = [plain_outputs(model, given.examples[n], micro.temperature) for n in order]
+        outputs = [plain_outputs(model, material.examples[n], micro.temperature) for n in order]
     joined = TokenOutputs(
         *(torch.cat([getattr(each, f.name) for each in outputs]) for f in fields(TokenOutputs))
     )
@@ -265,7 +265,7 @@ def plain_step(given: Material, dtype: torch.dtype = torch.float32) -> BatchOutc
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     norm = torch.nn.utils.get_total_norm(gradients.values())
     return BatchOutcome(
-        _by_sequence(micro, order, _said(joined)),
+        _by_sequence(micro, order, _values_of(joined)),
         float(balance.detach()),
         float(value.detach()),
         float(norm),
@@ -273,9 +273,9 @@ def plain_step(given: Material, dtype: torch.dtype = torch.float32) -> BatchOutc
         _named(model_shards(model, parts=parts)),
         entropies=_entropies(micro, order, joined),
         modules={
-            name: {f"sequence {n}": each for n, each in zip(order, made, strict=True)}
-            for name, made in calls.items()
-            if len(made) == len(order)
+            name: {f"sequence {n}": each for n, each in zip(order, recorded, strict=True)}
+            for name, recorded in calls.items()
+            if len(recorded) == len(order)
         },
     )
 
@@ -291,11 +291,11 @@ def recording(model: nn.Module) -> Iterator[dict[str, list[Tensor]]]:
 
     def note(name: str) -> Any:
         def hook(_: nn.Module, __: Any, output: Any) -> None:
-            made = next(iter(output.values())) if isinstance(output, dict) else output
-            made = made[0] if isinstance(made, tuple | list) else made
-            if isinstance(made, Tensor):
-                made = made[0] if made.dim() > 2 and len(made) == 1 else made
-                calls.setdefault(name, []).append(made.detach().cpu())
+            tensor = next(iter(output.values())) if isinstance(output, dict) else output
+            tensor = tensor[0] if isinstance(tensor, tuple | list) else tensor
+            if isinstance(tensor, Tensor):
+                tensor = tensor[0] if tensor.dim() > 2 and len(tensor) == 1 else tensor
+                calls.setdefault(name, []).append(tensor.detach().cpu())
 
         return hook
 
@@ -307,9 +307,9 @@ def recording(model: nn.Module) -> Iterator[dict[str, list[Tensor]]]:
             handle.remove()
 
 
-def eager_model(given: Material) -> PreTrainedModel:
+def eager_model(material: Material) -> PreTrainedModel:
     """Return transformers' eager model on the CPU, with random weights."""
-    config = copy.deepcopy(given.hf_config)
+    config = copy.deepcopy(material.hf_config)
     config._attn_implementation = "eager"
     config._experts_implementation = "eager"
     model = plain_model(config).eval()
@@ -319,21 +319,23 @@ def eager_model(given: Material) -> PreTrainedModel:
 
 def _router_logits(model: PreTrainedModel) -> list[list[Tensor]]:
     """Return a list per router that collects its logits [T, E] of each forward pass."""
-    found: list[list[Tensor]] = []
+    by_router: list[list[Tensor]] = []
     for name, module in model.named_modules():
         if name.endswith((".mlp.gate", ".mlp.router")):
             logits: list[Tensor] = []
-            module.register_forward_hook(lambda _, __, output, mine=logits: mine.append(output[0]))
-            found.append(logits)
-    return found
+            module.register_forward_hook(
+                lambda _, __, output, collected=logits: collected.append(output[0])
+            )
+            by_router.append(logits)
+    return by_router
 
 
 def packed_model(
-    given: Material, device: torch.device
+    material: Material, device: torch.device
 ) -> tuple[PreTrainedModel, tuple[Region, ...]]:
     """Return Burnish's model with random weights, and its trained tensors."""
-    model = build_on_meta(given.hf_config)
-    adapter = None if given.lora is None else Adapter(model, given.lora)
+    model = build_on_meta(material.hf_config)
+    adapter = None if material.lora is None else Adapter(model, material.lora)
     fixed = () if adapter is None else adapter.base
     trained = regions(model) if adapter is None else adapter.weights
     materialize(model, device)
@@ -341,14 +343,14 @@ def packed_model(
     return model, trained
 
 
-def packed_step(given: Material, budget: int, device: torch.device) -> BatchOutcome:
+def packed_step(material: Material, budget: int, device: torch.device) -> BatchOutcome:
     """Run packed micro-batches of at most `budget` tokens, forward and backward, in the compute dtype."""
-    model, parts = packed_model(given, device)
+    model, parts = packed_model(material, device)
     for parameter in model.parameters():
-        parameter.data = parameter.data.to(compute_dtype(given.engine))
-    keep_activations(model, given.engine)
+        parameter.data = parameter.data.to(compute_dtype(material.engine))
+    keep_activations(model, material.engine)
     scorer = Scorer(model).train()
-    batch = given.batch(Layout(), budget)
+    batch = material.batch(Layout(), budget)
     outputs: dict[str, Tensor] = {}
     entropies: dict[str, Tensor] = {}
     modules: dict[str, dict[str, Tensor]] = {}
@@ -360,63 +362,63 @@ def packed_step(given: Material, budget: int, device: torch.device) -> BatchOutc
         value, _ = weighted_output(scored, micro.to(device))
         value.backward()  # type: ignore[no-untyped-call]
         total += float(value.detach())
-        outputs |= _by_sequence(micro, numbers, _said(scored))
+        outputs |= _by_sequence(micro, numbers, _values_of(scored))
         entropies |= _entropies(micro, numbers, scored)
         rows = torch.from_numpy(plan.tree.rows)
-        for name, (made, *_) in calls.items():
-            if len(made) == len(plan.positions):
-                modules.setdefault(name, {}).update(_by_sequence(micro, numbers, made[rows]))
+        for name, (output, *_) in calls.items():
+            if len(output) == len(plan.positions):
+                modules.setdefault(name, {}).update(_by_sequence(micro, numbers, output[rows]))
     gradients = {n: p.grad.cpu() for n, p in model.named_parameters() if p.grad is not None}
     norm = torch.nn.utils.get_total_norm(gradients.values())
-    found = _named(model_shards(model, gradients, parts=parts))
+    by_name = _named(model_shards(model, gradients, parts=parts))
     return BatchOutcome(
-        outputs, 0.0, total, float(norm), found, {}, entropies=entropies, modules=modules
+        outputs, 0.0, total, float(norm), by_name, {}, entropies=entropies, modules=modules
     )
 
 
-def compare(found: BatchOutcome, wanted: BatchOutcome, given: Material) -> list[Difference]:
+def compare(outcome: BatchOutcome, plain: BatchOutcome, material: Material) -> list[Difference]:
     """Compare every tensor, in the order of computation.
 
     Gradients are compared before clipping, which spreads mistakes. Weights are compared with AdamW's first step from the
     engine's own clipped gradients, because the sign of a gradient near 0 decides a whole step.
     """
-    clip = given.engine.max_grad_norm
-    optim = given.optim
-    clipped_by = min(1.0, clip / (found.norm + 1e-6)) if math.isfinite(found.norm) else 1.0
+    clip = material.engine.max_grad_norm
+    optim = material.optim
+    clipped_by = min(1.0, clip / (outcome.norm + 1e-6)) if math.isfinite(outcome.norm) else 1.0
     numbers = [
-        ("loss", found.loss, wanted.loss, _LEAST_LOSS),
-        ("gradient norm", found.norm, wanted.norm, 0.0),
+        ("loss", outcome.loss, plain.loss, _LEAST_LOSS),
+        ("gradient norm", outcome.norm, plain.norm, 0.0),
     ]
-    if wanted.balance:
-        numbers.insert(0, (_BALANCE, found.balance, wanted.balance, 0.0))
+    if plain.balance:
+        numbers.insert(0, (_BALANCE, outcome.balance, plain.balance, 0.0))
     differences = [
-        difference(f"{given.outputs} of {name}", found.logprobs.get(name), right)
-        for name, right in wanted.logprobs.items()
+        difference(f"{material.outputs} of {name}", outcome.logprobs.get(name), right)
+        for name, right in plain.logprobs.items()
     ]
     differences += [
         difference(
             f"{_ENTROPIES} of {name}",
-            found.entropies.get(name),
+            outcome.entropies.get(name),
             right,
-            float(wanted.logprobs[name].norm()),  # those of sure predictions are nearly 0
+            float(plain.logprobs[name].norm()),  # those of sure predictions are nearly 0
         )
-        for name, right in wanted.entropies.items()
+        for name, right in plain.entropies.items()
     ]
     differences += [
-        difference(what, torch.tensor(mine), torch.tensor(right), least)
-        for what, mine, right, least in numbers
+        difference(what, torch.tensor(value), torch.tensor(right), least)
+        for what, value, right, least in numbers
     ]
-    for name, right in wanted.gradients.items():
-        gradient = found.gradients.get(name)
+    for name, right in plain.gradients.items():
+        gradient = outcome.gradients.get(name)
         unclipped = None if gradient is None else gradient / clipped_by
-        least = _LEAST * wanted.norm
+        least = _LEAST * plain.norm
         differences.append(difference(f"gradient of {name}", unclipped, right, least))
-    for name, weight in wanted.weights.items():
-        gradient = found.gradients.get(name, torch.zeros(()))
+    for name, weight in plain.weights.items():
+        gradient = outcome.gradients.get(name, torch.zeros(()))
         decay = optim.weight_decay if is_matrix(name, weight.ndim) else 0.0
         expected = weight - _LR * (decay * weight + gradient / (gradient.abs() + optim.eps))
-        differences.append(difference(f"weight {name}", found.weights.get(name), expected))
-    return [*differences, *found.copies]
+        differences.append(difference(f"weight {name}", outcome.weights.get(name), expected))
+    return [*differences, *outcome.copies]
 
 
 def report(differences: Sequence[Difference]) -> Iterator[str]:

@@ -74,5 +74,5 @@ def _error(whole: PretrainedConfig, hf_config: PretrainedConfig) -> float:
         within.set_submodule(module_like(within, alone.base_model), alone.base_model)
         within.set_output_embeddings(alone.get_output_embeddings())
         token_ids = torch.randint(1, _VOCABULARY - 1, (1, _TOKENS))
-        found = within.eval()(input_ids=token_ids).logits
-        return float((found - alone(input_ids=token_ids).logits).abs().max())
+        logits = within.eval()(input_ids=token_ids).logits
+        return float((logits - alone(input_ids=token_ids).logits).abs().max())

@@ -87,18 +87,18 @@ def prove_family(
 
     Return the largest difference. Raises `IncompatibleError`, naming the first module that differs.
     """
-    kept = engine.activation_checkpointing
+    checkpointing = engine.activation_checkpointing
     with _computing(hf_config.get_text_config().model_type, lora):
-        settings = EngineConfig(activation_checkpointing=kept).model_copy(update=PLAIN)
-        given = small_material(hf_config, settings, lora)
-        wanted = plain_step(given)
-        differences = _of_packing(given, wanted, device)
+        settings = EngineConfig(activation_checkpointing=checkpointing).model_copy(update=PLAIN)
+        material = small_material(hf_config, settings, lora)
+        plain = plain_step(material)
+        differences = _of_packing(material, plain, device)
         if samplings:
-            differences += _of_generation(given, samplings, device)
-        require_attention(hf_config, given.hf_config, device, torch.float32)
+            differences += _of_generation(material, samplings, device)
+        require_attention(hf_config, material.hf_config, device, torch.float32)
         if engine.precision == "bf16":
-            require_attention(hf_config, given.hf_config, device, torch.bfloat16)
-            _require_rounding(given, wanted, device)
+            require_attention(hf_config, material.hf_config, device, torch.bfloat16)
+            _require_rounding(material, plain, device)
     return max(each.error for each in differences)
 
 
@@ -129,10 +129,10 @@ def compare_layout(
     `beside` is an engine at this layout whose groups are used. Raises `IncompatibleError` if the model cannot be computed.
     """
     with _computing(hf_config.get_text_config().model_type, lora):
-        given = small_material(hf_config, config, lora)
-        given = replace(given, examples=_with_columns(given.examples))
-        engine = _small_engine(given, layout, device, beside)
-        differences = compared(engine, given)
+        material = small_material(hf_config, config, lora)
+        material = replace(material, examples=_with_columns(material.examples))
+        engine = _small_engine(material, layout, device, beside)
+        differences = compared(engine, material)
         engine.close()
     return differences
 
@@ -165,8 +165,8 @@ def small_material(
         except UsageError as error:  # the family allows other sizes than the small model's
             raise _unchecked(hf_config, error.have, "a small one that can be built") from error
     if parameters > _MOST_PARAMETERS:
-        found = f"a small one of {parameters:,} parameters"
-        raise _unchecked(hf_config, found, f"at most {_MOST_PARAMETERS:,}")
+        size = f"a small one of {parameters:,} parameters"
+        raise _unchecked(hf_config, size, f"at most {_MOST_PARAMETERS:,}")
     if lora is not None:
         # Larger random adapters would saturate attention and Jamba's time steps, which magnifies rounding.
         most = 0.25 * (math.sqrt(lora.rank) if lora.rslora else lora.rank)
@@ -218,22 +218,22 @@ def _with_columns(examples: Sequence[Example]) -> list[Example]:
     return filled
 
 
-def _of_packing(given: Material, wanted: BatchOutcome, device: torch.device) -> list[Difference]:
-    found = _step(given, device)
-    wanted = wanted if found.weights else replace(wanted, weights={})
-    differences = compare(found, wanted, given)
+def _of_packing(material: Material, plain: BatchOutcome, device: torch.device) -> list[Difference]:
+    outcome = _step(material, device)
+    plain = plain if outcome.weights else replace(plain, weights={})
+    differences = compare(outcome, plain, material)
     wrong = [each for each in differences if not each.error <= TOLERANCE]
     if wrong:
-        modules = found.modules or packed_step(given, _BUDGET, device).modules
-        first = _first_module(modules, wanted.modules) or _BEHIND
-        raise _refusal(given, wrong[0], first, "packed with others")
+        modules = outcome.modules or packed_step(material, _BUDGET, device).modules
+        first = _first_module(modules, plain.modules) or _BEHIND
+        raise _refusal(material, wrong[0], first, "packed with others")
     return differences
 
 
-def _step(given: Material, device: torch.device) -> BatchOutcome:
+def _step(material: Material, device: torch.device) -> BatchOutcome:
     """Return a step of the engine, as a lone process trains; of one rank among several, of the model without FSDP."""
     if dist.is_initialized() and dist.get_world_size() > 1:
-        return packed_step(given, _BUDGET, device)
+        return packed_step(material, _BUDGET, device)
     alone = (
         nullcontext(Layout())
         if dist.is_initialized()
@@ -242,47 +242,50 @@ def _step(given: Material, device: torch.device) -> BatchOutcome:
     with alone as layout, warnings.catch_warnings():
         # OPT's layers return views. The comparison shows whether that matters.
         warnings.filterwarnings("ignore", "FSDP2-wrapped module", UserWarning)
-        engine = _small_engine(given, layout, device)
+        engine = _small_engine(material, layout, device)
         weights = RandomWeights()
         engine.load(weights, Part.FROZEN)
         engine.load(weights, Part.WEIGHTS)
-        outcome = step_of_engine(engine, given.batch(layout, _BUDGET), weighted_output, given.optim)
+        outcome = step_of_engine(
+            engine, material.batch(layout, _BUDGET), weighted_output, material.optim
+        )
         engine.close()
         return outcome
 
 
 def _small_engine(
-    given: Material, layout: Layout, device: torch.device, beside: Engine | None = None
+    material: Material, layout: Layout, device: torch.device, beside: Engine | None = None
 ) -> Engine:
     return make_engine(
-        given.hf_config,
-        given.engine,
-        given.optim,
+        material.hf_config,
+        material.engine,
+        material.optim,
         layout=layout,
         device=device,
-        lora=given.lora,
+        lora=material.lora,
         beside=beside,
     )
 
 
 def _of_generation(
-    given: Material, samplings: Sequence[Sampling], device: torch.device
+    material: Material, samplings: Sequence[Sampling], device: torch.device
 ) -> list[Difference]:
     """Compare log-probs of drawn tokens, and the tokens with their random numbers."""
-    model, (generator, _) = eager_model(given), made_generator(given, device, torch.float32)
+    model = eager_model(material)
+    generator, _ = made_generator(material, device, torch.float32)
     differences = []
     for sampling in samplings:
         for prompt, key, sample, completion in drawn(
-            generator, _prompts(given, sampling), sampling
+            generator, _prompts(material, sampling), sampling
         ):
             logits = logits_of(model, prompt, completion)
             of_this = of_completion(logits, completion, sampling, key, sample)
-            for found in of_this:
-                if not found.error <= TOLERANCE:
-                    first = _first_module(*_decoded(given, device, prompt))
+            for wrong in of_this:
+                if not wrong.error <= TOLERANCE:
+                    first = _first_module(*_decoded(material, device, prompt))
                     raise _refusal(
-                        given,
-                        found,
+                        material,
+                        wrong,
                         first or "the cache of keys and values, or sampling",
                         "generated",
                     )
@@ -290,26 +293,26 @@ def _of_generation(
     return differences
 
 
-def _prompts(given: Material, sampling: Sampling) -> list[TokenIds]:
+def _prompts(material: Material, sampling: Sampling) -> list[TokenIds]:
     """Return short prompts and a long one. Greedy completions end at the longest sequence, others pass 128 positions."""
-    longest = given.examples[-1].token_ids
+    longest = material.examples[-1].token_ids
     room = len(longest) - sampling.max_tokens
     if room <= 0:
         return []
-    short = [example.token_ids[: min(_PROMPT, room)] for example in given.examples[2:-1]]
+    short = [example.token_ids[: min(_PROMPT, room)] for example in material.examples[2:-1]]
     if sampling.temperature == 0:
         return [*short, longest[:room]]
     return [*short[:2], longest[: min(_MIDDLE, room)]]
 
 
-def _require_rounding(given: Material, exact: BatchOutcome, device: torch.device) -> None:
+def _require_rounding(material: Material, exact: BatchOutcome, device: torch.device) -> None:
     """Compare a step in bf16. Raises `IncompatibleError`."""
-    engine = given.engine.model_copy(update={"precision": "bf16"})
-    found = _step(replace(given, engine=engine), device)
-    plain = plain_step(given, torch.bfloat16)
-    for wrong, bound in of_rounding(found, plain, exact):
+    engine = material.engine.model_copy(update={"precision": "bf16"})
+    outcome = _step(replace(material, engine=engine), device)
+    plain = plain_step(material, torch.bfloat16)
+    for wrong, bound in of_rounding(outcome, plain, exact):
         if not wrong.error <= bound:
-            kind = given.hf_config.get_text_config().model_type
+            kind = material.hf_config.get_text_config().model_type
             raise IncompatibleError(
                 f"models of type {kind} are computed wrongly in bf16",
                 have=f"{wrong.what}: a relative difference of {wrong.error:.1e} to fp32",
@@ -318,11 +321,11 @@ def _require_rounding(given: Material, exact: BatchOutcome, device: torch.device
             )
 
 
-def _refusal(given: Material, wrong: Difference, module: str, how: str) -> IncompatibleError:
-    kind = given.hf_config.get_text_config().model_type
-    recomputed = given.engine.activation_checkpointing
-    do = _remedy(given.lora)
-    adapted = "" if given.lora is None else _ADAPTED
+def _refusal(material: Material, wrong: Difference, module: str, how: str) -> IncompatibleError:
+    kind = material.hf_config.get_text_config().model_type
+    recomputed = material.engine.activation_checkpointing
+    do = _remedy(material.lora)
+    adapted = "" if material.lora is None else _ADAPTED
     if recomputed != "none":
         how += f" with engine.activation_checkpointing={recomputed}"
         do = f"set engine.activation_checkpointing=none, or {do}"
@@ -334,9 +337,10 @@ def _refusal(given: Material, wrong: Difference, module: str, how: str) -> Incom
     )
 
 
-def _decoded(given: Material, device: torch.device, prompt: TokenIds) -> list[Modules]:
+def _decoded(material: Material, device: torch.device, prompt: TokenIds) -> list[Modules]:
     """Return modules' outputs for a greedy completion: token by token, and in one pass."""
-    model, (generator, module) = eager_model(given), made_generator(given, device, torch.float32)
+    model = eager_model(material)
+    generator, module = made_generator(material, device, torch.float32)
     with recording(module) as calls:
         ((completion,),) = generator.generate([Request(0, prompt)], GREEDY)
     ids = torch.from_numpy(np.concatenate([prompt, completion.token_ids[:-1]]))[None]
@@ -347,15 +351,15 @@ def _decoded(given: Material, device: torch.device, prompt: TokenIds) -> list[Mo
     return [{n: {"": torch.cat(each)} for n, each in alike.items()}, whole]
 
 
-def _first_module(found: Modules, wanted: Modules) -> str | None:
-    for name, right in wanted.items():
-        mine = found.get(name, {})
+def _first_module(modules: Modules, plain: Modules) -> str | None:
+    for name, right in plain.items():
+        outputs = modules.get(name, {})
         if any(
-            each.is_floating_point()
-            and key in mine
-            and mine[key].shape == each.shape
-            and not difference(name, mine[key], each).error <= TOLERANCE
-            for key, each in right.items()
+            tensor.is_floating_point()
+            and key in outputs
+            and outputs[key].shape == tensor.shape
+            and not difference(name, outputs[key], tensor).error <= TOLERANCE
+            for key, tensor in right.items()
         ):
             return name
     return None

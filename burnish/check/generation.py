@@ -35,18 +35,18 @@ _SLOTS = 3
 
 
 def made_generator(
-    given: Material, device: torch.device, dtype: torch.dtype
+    material: Material, device: torch.device, dtype: torch.dtype
 ) -> tuple[BuiltinGenerator, nn.Module]:
     """Return a generator with the material's weights, and its model."""
     generator = BuiltinGenerator(
-        given.hf_config,
+        material.hf_config,
         layout=Layout(),
         device=device,
         dtype=dtype,
         slots=_SLOTS,
         eos_token_ids=(),
     )
-    source, _ = packed_model(replace(given, lora=None), device)
+    source, _ = packed_model(replace(material, lora=None), device)
     generator.load_weights(Publication(model_shards(source)), version=0)
     return generator, generator.module
 
@@ -77,25 +77,25 @@ def of_completion(
 ) -> list[Difference]:
     """Compare a completion's log-probs, and its tokens, with plain `logits`."""
     tokens = torch.from_numpy(completion.token_ids)[:, None]
-    mine = torch.from_numpy(completion.logprobs)
+    logprobs = torch.from_numpy(completion.logprobs)
     right = logits.log_softmax(-1)
     chosen = right.gather(1, tokens)[:, 0]
-    found = [difference("log-probs of a completion", mine, chosen, 1.0)]
+    differences = [difference("log-probs of a completion", logprobs, chosen, 1.0)]
     if sampling.temperature == 0:
         what = "log-probs of the likeliest tokens"
-        return [*found, difference(what, chosen, right.amax(-1), 1.0)]
+        return [*differences, difference(what, chosen, right.amax(-1), 1.0)]
     warped = [_warped(logits, sampling, border) for border in (0.0, -_BORDER, _BORDER)]
     clear = _is_clear(warped[0], logits / sampling.temperature)
     drawn_from = torch.stack([each.gather(1, tokens)[:, 0] for each in warped])
     sampled = torch.from_numpy(completion.sampled_logprobs)
     apart = (drawn_from - sampled).abs().amin(0).where(clear, 0.0)
-    found.append(difference("log-probs of the filtered draw", sampled + apart, sampled, 1.0))
+    differences.append(difference("log-probs of the filtered draw", sampled + apart, sampled, 1.0))
     counts = torch.arange(len(tokens))
     keys = torch.full_like(counts, stream_key(sampling.seed, sampling.step, key, sample))
     outside = torch.stack([_outside(each, tokens, uniforms(keys, counts)) for each in warped])
     what = "tokens drawn by their random numbers"
     outside = outside.amin(0).where(clear, 0.0)
-    return [*found, difference(what, outside, torch.zeros_like(outside))]
+    return [*differences, difference(what, outside, torch.zeros_like(outside))]
 
 
 def _warped(logits: Tensor, sampling: Sampling, border: float) -> Tensor:
@@ -114,9 +114,9 @@ def _warped(logits: Tensor, sampling: Sampling, border: float) -> Tensor:
 def _is_clear(warped: Tensor, scores: Tensor) -> Tensor:
     """Return for which tokens [n] the likeliest one that is dropped is less likely than all kept ones, beyond rounding."""
     is_kept = warped > -torch.inf
-    kept = scores.masked_fill(~is_kept, torch.inf).amin(-1)
-    dropped = scores.masked_fill(is_kept, -torch.inf).amax(-1)
-    return kept - dropped > _GAP
+    least_kept = scores.masked_fill(~is_kept, torch.inf).amin(-1)
+    most_dropped = scores.masked_fill(is_kept, -torch.inf).amax(-1)
+    return least_kept - most_dropped > _GAP
 
 
 def _outside(logprobs: Tensor, tokens: Tensor, numbers: Tensor) -> Tensor:

@@ -82,7 +82,7 @@ def _collectives(layout: Layout, device: torch.device) -> Iterator[Finding]:
 def _pairs(layout: Layout, device: torch.device, hosts: Sequence[str]) -> Finding:
     """Exchange a tensor with log2(n) ranks in turn: a slow rank is slow with all."""
     sent, received = (torch.zeros(_bytes(device) // 4, device=device) for _ in range(2))
-    mine: list[float] = []
+    durations: list[float] = []
     distance = 1
     while distance < layout.world:
         peer = layout.rank ^ distance
@@ -94,24 +94,24 @@ def _pairs(layout: Layout, device: torch.device, hosts: Sequence[str]) -> Findin
                 for waiting in dist.batch_isend_irecv(swap):
                     waiting.wait()
                 synchronize(device)
-                mine += [time.perf_counter() - begin] * warm
+                durations += [time.perf_counter() - begin] * warm
         distance *= 2
-    seconds = gather_objects(median(mine), layout)
+    seconds = gather_objects(median(durations), layout)
     slowest, fastest = (sent.nbytes / each(seconds) for each in (max, min))
-    found = f"{bytes_text(slowest)}/s to {bytes_text(fastest)}/s each way"
-    return _compared("pairs", found, seconds, hosts)
+    speeds = f"{bytes_text(slowest)}/s to {bytes_text(fastest)}/s each way"
+    return _compared("pairs", speeds, seconds, hosts)
 
 
-def _compared(part: str, found: str, seconds: Sequence[float], hosts: Sequence[str]) -> Finding:
+def _compared(part: str, text: str, seconds: Sequence[float], hosts: Sequence[str]) -> Finding:
     usual = median(seconds)
     odd = [
-        f"rank {rank} on {hosts[rank]} takes {each / usual:.1f} times as long"
-        for rank, each in enumerate(seconds)
-        if each > _ODD_FACTOR * usual
+        f"rank {rank} on {hosts[rank]} takes {duration / usual:.1f} times as long"
+        for rank, duration in enumerate(seconds)
+        if duration > _ODD_FACTOR * usual
     ]
     return Finding(
         part,
-        f"{found}; {few(odd)}" if odd else found,
+        f"{text}; {few(odd)}" if odd else text,
         want="ranks that are about as fast" if odd else "",
         do="look there for other processes, heat, slow links and low clocks; else leave the machine out",
     )
@@ -123,12 +123,12 @@ def _bytes(device: torch.device) -> int:
 
 def _seconds(call: Callable[[], object], layout: Layout, device: torch.device) -> float:
     """Return the median over rounds of the slowest rank's time."""
-    mine: list[float] = []
+    durations: list[float] = []
     for _ in range(_ROUNDS + 1):
         dist.barrier()
         begin = time.perf_counter()
         call()
         synchronize(device)
-        mine.append(time.perf_counter() - begin)
-    by_rank = gather_objects(mine[1:], layout)
+        durations.append(time.perf_counter() - begin)
+    by_rank = gather_objects(durations[1:], layout)
     return median(max(times[number] for times in by_rank) for number in range(_ROUNDS))

@@ -69,23 +69,23 @@ def prove_loaded(
     is_valued = has_value_head(hf_config)
     outputs = [each.values if is_valued else each.logprobs for each in engine.forward(batch)]
     scored = batch.by_example([each.float().cpu().numpy() for each in outputs])
-    found = [own[0] for own in gather_objects(scored, layout) if 0 in own]
+    gathered = [own[0] for own in gather_objects(scored, layout) if 0 in own]
     with agree(layout):
         if layout.is_main and (plain := _plain_or_none(hf_config, directory)) is not None:
-            error = _distance(plain, example, torch.tensor(found[0]))
+            error = _distance(plain, example, torch.tensor(gathered[0]))
             if not error <= _TOLERANCES[dtype]:
                 raise _refusal(directory, _first_tensor(engine, plain, part), error, dtype)
             seconds = perf_counter() - begun
-            said = "checked after loading: a sequence is the same in plain transformers, to %.0e, in %.1f s"
-            _log.info(said, error, seconds)
+            message = "checked after loading: a sequence is the same in plain transformers, to %.0e, in %.1f s"
+            _log.info(message, error, seconds)
 
 
-def _distance(plain: PreTrainedModel, example: Example, found: Tensor) -> float:
+def _distance(plain: PreTrainedModel, example: Example, scored: Tensor) -> float:
     with torch.no_grad():
         outputs = plain_outputs(plain, example, 1.0)
-    wanted = outputs.values if has_value_head(plain.config) else outputs.logprobs
+    expected = outputs.values if has_value_head(plain.config) else outputs.logprobs
     # What is not a number is so in both.
-    return difference("outputs", found.nan_to_num(), wanted.nan_to_num()).error
+    return difference("outputs", scored.nan_to_num(), expected.nan_to_num()).error
 
 
 def _refusal(directory: Path, name: str, error: float, dtype: torch.dtype) -> IncompatibleError:
@@ -102,8 +102,8 @@ def _plain_or_none(hf_config: PretrainedConfig, directory: Path) -> PreTrainedMo
         return _plain(hf_config, directory)
     except Exception as error:  # noqa: BLE001 - a model's own code may raise anything, and Burnish did load it
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-        said = "not checked after loading: transformers cannot load %s: %s"
-        _log.warning(said, directory, reason)
+        message = "not checked after loading: transformers cannot load %s: %s"
+        _log.warning(message, directory, reason)
         return None
 
 
@@ -125,40 +125,43 @@ def _example(hf_config: PretrainedConfig, directory: Path) -> Example:
 
 def _plain(hf_config: PretrainedConfig, directory: Path) -> PreTrainedModel:
     """Return transformers' eager model of a directory, in fp32."""
-    given: dict[str, Any] = {"trust_remote_code": has_own_code(hf_config), "local_files_only": True}
-    config = AutoConfig.from_pretrained(directory, **given)
-    for each in (config, config.get_text_config()):
-        each._attn_implementation = "eager"
-        each._experts_implementation = "eager"
+    options: dict[str, Any] = {
+        "trust_remote_code": has_own_code(hf_config),
+        "local_files_only": True,
+    }
+    config = AutoConfig.from_pretrained(directory, **options)
+    for part in (config, config.get_text_config()):
+        part._attn_implementation = "eager"
+        part._experts_implementation = "eager"
     kind: Any = AutoModelForCausalLM
     if has_value_head(config):
         from burnish.models.value_head import value_class
 
         kind = value_class(config)
-        given = {"local_files_only": True}
+        options = {"local_files_only": True}
     if getattr(config, "quantization_config", None):
         from transformers import Mxfp4Config
 
-        given["quantization_config"] = Mxfp4Config(dequantize=True)
+        options["quantization_config"] = Mxfp4Config(dequantize=True)
     with _quiet():
         model: PreTrainedModel = kind.from_pretrained(
-            directory, config=config, dtype=torch.float32, **given
+            directory, config=config, dtype=torch.float32, **options
         )
     return model.float().eval()
 
 
 def _first_tensor(engine: Engine, plain: PreTrainedModel, part: Part) -> str:
     """Return the name of the first tensor of this process that differs from the plain model's."""
-    there = {shard.spec.name: shard.tensor for shard in model_shards(plain)}
+    plain_tensors = {shard.spec.name: shard.tensor for shard in model_shards(plain)}
     for shard in engine.shards(part):
-        right = there.get(shard.spec.name)
+        right = plain_tensors.get(shard.spec.name)
         if right is None or right.shape != shard.spec.shape:
             return shard.spec.name
-        mine = shard.tensor.detach().cpu()
-        if not torch.equal(mine, right[shard.box.slices].to(mine.dtype)):
+        tensor = shard.tensor.detach().cpu()
+        if not torch.equal(tensor, right[shard.box.slices].to(tensor.dtype)):
             return shard.spec.name
-    held = {shard.spec.name for shard in engine.shards(part)}
-    if missing := [name for name in there if name not in held]:
+    own_names = {shard.spec.name for shard in engine.shards(part)}
+    if missing := [name for name in plain_tensors if name not in own_names]:
         return missing[0]
     return "no tensor of rank 0, so a tensor of another rank or the computation"
 

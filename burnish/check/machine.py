@@ -105,8 +105,8 @@ def _versions() -> Iterator[Finding]:
         ]
         if extra != "dev":
             (have if all(map(_is_installed, needs)) else lack).append(extra)
-    left = f"; not: {', '.join(lack)} ({install('EXTRA')})" if lack else ""
-    yield Finding("extras", f"{', '.join(have) or 'none'} installed{left}")
+    missing = f"; not: {', '.join(lack)} ({install('EXTRA')})" if lack else ""
+    yield Finding("extras", f"{', '.join(have) or 'none'} installed{missing}")
 
 
 def _is_installed(need: Requirement) -> bool:
@@ -155,11 +155,11 @@ def _affinity(layout: Layout, own: torch.device) -> Iterator[Finding]:
     node = _numa_node(own)
     cores = Path(f"/sys/devices/system/node/node{node}/cpulist")
     if node is not None and cores.exists():
-        mine = os.sched_getaffinity(0)
-        far = len(mine - _cores(cores.read_text()))
+        allowed = os.sched_getaffinity(0)
+        far = len(allowed - _cores(cores.read_text()))
         yield Finding(
             f"cores of rank {layout.rank}",
-            f"{len(mine)}, of which {far} are far from device {own.index}",
+            f"{len(allowed)}, of which {far} are far from device {own.index}",
             want="those of the device's NUMA node" if far else "",
             do=f"start it with numactl --cpunodebind={node} --membind={node}, or srun with --cpu-bind",
         )
@@ -177,24 +177,24 @@ def _numa_node(device: torch.device) -> int | None:
 
 def _cores(text: str) -> set[int]:
     """Read the kernel's list of cores, as 0-3,8-11."""
-    found = set[int]()
+    numbers = set[int]()
     for part in filter(None, text.strip().split(",")):
         first, _, last = part.partition("-")
-        found.update(range(int(first), int(last or first) + 1))
-    return found
+        numbers.update(range(int(first), int(last or first) + 1))
+    return numbers
 
 
 def _processor() -> Finding:
     cpu = torch.device("cpu")
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     bf16 = "bf16 products" if has_bf16_products(cpu) else "no bf16 products: use fp32 on it"
-    found = f"{device_name(cpu)}, {cores} cores for this process, {bf16}"
+    description = f"{device_name(cpu)}, {cores} cores for this process, {bf16}"
     quota = Path("/sys/fs/cgroup/cpu.max")
     limit, _, period = (quota.read_text() if quota.exists() else "max").strip().partition(" ")
     share = float(cores or 1) if limit == "max" else int(limit) / int(period)
     return Finding(
         "processor",
-        found,
+        description,
         want=""
         if share >= (cores or 1)
         else f"a CPU quota for all of them; its control group has {share:g} cores' time",
@@ -278,26 +278,26 @@ def _disk(place: Path) -> Finding:
 
 def _object_store(url: str) -> Finding:
     name = f".burnish-doctor-{secrets.token_hex(4)}"
-    said = secrets.token_bytes(64)
+    content = secrets.token_bytes(64)
     part = f"store {url}"
     begin = time.perf_counter()
     try:
         remote = Remote(url)
-        remote.put(name, said)
+        remote.put(name, content)
         try:
-            back = remote.read(name, len(said))
+            back = remote.read(name, len(content))
         finally:
             remote.remove(name)
     except BurnishError as error:
-        found = f"{error.problem}: {error.have}"
-        return Finding(part, found, want="writing and reading", do=error.do or "", stops=True)
+        failure = f"{error.problem}: {error.have}"
+        return Finding(part, failure, want="writing and reading", do=error.do or "", stops=True)
     seconds = time.perf_counter() - begin
     return Finding(
         part,
         f"a small file written, read and removed in {seconds:.2f} s",
-        want="" if back == said else "the written bytes back",
+        want="" if back == content else "the written bytes back",
         do="look for a cache or a proxy in between",
-        stops=back != said,
+        stops=back != content,
     )
 
 
@@ -324,9 +324,9 @@ def _ports(*, alone: bool) -> Finding:
             closing(socket.create_server(("", 0))) as listener,
             closing(
                 socket.create_connection((host, listener.getsockname()[1]), _TIMEOUT_SECONDS)
-            ) as mine,
+            ) as connection,
         ):
-            address = str(mine.getpeername()[0])
+            address = str(connection.getpeername()[0])
     except OSError as error:
         return Finding("ports", f"{host} cannot be reached: {error}", "a name that works", do)
     astray = not alone and ipaddress.ip_address(address).is_loopback

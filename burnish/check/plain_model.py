@@ -45,10 +45,12 @@ def plain_outputs(model: PreTrainedModel, example: Example, temperature: float) 
     )
 
 
-def difference(what: str, mine: Tensor | None, wanted: Tensor, least: float = 0.0) -> Difference:
-    """Return the tensors' distance, relative to the wanted one's norm or at least to `least`."""
-    if mine is None or mine.shape != wanted.shape:
+def difference(
+    what: str, tensor: Tensor | None, expected: Tensor, least: float = 0.0
+) -> Difference:
+    """Return the tensors' distance, relative to the expected one's norm or at least to `least`."""
+    if tensor is None or tensor.shape != expected.shape:
         return Difference(what, math.inf)
-    norm = max(float(wanted.double().norm()), least)
-    error = float((mine.double() - wanted.double()).norm())
+    norm = max(float(expected.double().norm()), least)
+    error = float((tensor.double() - expected.double()).norm())
     return Difference(what, error / norm if norm else error)

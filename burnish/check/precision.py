@@ -55,13 +55,13 @@ def require_attention(
         how = Softmax(scaling, window, softcap, *parts[3:])
         output = layout.attend(0, (parts[0], parts[1], parts[2]), how)
         upstream = torch.randn(output.shape, generator=draws).bfloat16()
-        found = [output, *torch.autograd.grad(output, parts, upstream.to(device, dtype))]
+        results = [output, *torch.autograd.grad(output, parts, upstream.to(device, dtype))]
         exact = [each.double().requires_grad_() for each in drawn]
         right = _attended(exact, how)
-        wanted = [right, *torch.autograd.grad(right, exact, upstream.double())]
+        expected = [right, *torch.autograd.grad(right, exact, upstream.double())]
         of = ("output", *(f"gradient of {each}" for each in ("queries", "keys", "values", "sinks")))
-        for what, mine, theirs in zip(of, found, wanted, strict=False):
-            wrong = difference(what, mine.detach().cpu(), theirs.detach())
+        for what, result, reference in zip(of, results, expected, strict=False):
+            wrong = difference(what, result.detach().cpu(), reference.detach())
             if not wrong.error <= _BOUNDS[dtype]:
                 raise _wrong_attention(wrong, dtype, device)
 
@@ -100,7 +100,7 @@ def _wrong_attention(
 
 
 def of_rounding(
-    found: BatchOutcome, plain: BatchOutcome, exact: BatchOutcome
+    outcome: BatchOutcome, plain: BatchOutcome, exact: BatchOutcome
 ) -> list[tuple[Difference, float]]:
     """Return the errors of a step in bf16, each with its bound.
 
@@ -108,28 +108,28 @@ def of_rounding(
     a mixture to other experts.
     """
     pairs: list[tuple[Difference, float]] = []
-    for what, mine, theirs, right in (
-        ("log-probs", found.logprobs, plain.logprobs, exact.logprobs),
-        ("entropies", found.entropies, plain.entropies, exact.entropies),
+    for what, own_values, plain_values, right in (
+        ("log-probs", outcome.logprobs, plain.logprobs, exact.logprobs),
+        ("entropies", outcome.entropies, plain.entropies, exact.entropies),
     ):
         if right:
-            error, bound = (_median_error(each, right) for each in (mine, theirs))
+            error, bound = (_median_error(each, right) for each in (own_values, plain_values))
             pairs.append((Difference(f"{what} in bf16", error), _TIMES * bound + _MORE))
     for name, gradient in exact.gradients.items():
         least = 0.05 * exact.norm
-        mine_error, plain_error = (
+        own_error, plain_error = (
             difference(f"gradient of {name} in bf16", each.get(name), gradient, least)
-            for each in (found.gradients, plain.gradients)
+            for each in (outcome.gradients, plain.gradients)
         )
         bound = _GRADIENT_TIMES * plain_error.error + _GRADIENT_MORE
-        pairs.append((mine_error, bound))
+        pairs.append((own_error, bound))
     return pairs
 
 
-def _median_error(found: Mapping[str, Tensor], exact: Mapping[str, Tensor]) -> float:
+def _median_error(values: Mapping[str, Tensor], exact: Mapping[str, Tensor]) -> float:
     """Return the median token's difference, relative to the mean of what is wanted."""
     right = torch.cat([exact[name] for name in exact])
-    mine = torch.cat([found[name].float() for name in exact])
+    computed = torch.cat([values[name].float() for name in exact])
     scored = right != 0
-    apart = (mine - right)[scored].abs()
+    apart = (computed - right)[scored].abs()
     return float(apart.median() / right[scored].abs().mean())

@@ -39,11 +39,11 @@ def prove(
     """
     kind = hf_config.get_text_config().model_type
     layout = layout or Layout()
-    kept = engine.activation_checkpointing if engine and engine.kind == "torch" else "none"
+    checkpointing = engine.activation_checkpointing if engine and engine.kind == "torch" else "none"
     precision = engine.precision if engine else "fp32"
     adapter = lora and lora.model_dump(mode="json")
     samplings = samplings_of(sampling) if generates and lora is None else []
-    covered = [generates, adapter, kept, precision, [repr(each) for each in samplings]]
+    covered = [generates, adapter, checkpointing, precision, [repr(each) for each in samplings]]
     place = proof_place(hf_config, device, covered)
     if place.is_file():
         return
@@ -52,7 +52,7 @@ def prove(
     begun = perf_counter()
     from burnish.check.family_proof import prove_family
 
-    proved = EngineConfig(activation_checkpointing=kept, precision=precision)
+    proved = EngineConfig(activation_checkpointing=checkpointing, precision=precision)
     worst = prove_family(hf_config, device, lora=lora, samplings=samplings, engine=proved)
     if layout.is_main:
         how = "packed, alone and generated" if generates else "packed and alone"
@@ -96,6 +96,6 @@ def prove_layout(
         raise refusal from error
     if layout.is_main:
         seconds = perf_counter() - begun
-        said = "checked: %d processes are the same as one, to %.0e, in %.1f s"
-        _log.info(said, layout.world, worst, seconds)
+        message = "checked: %d processes are the same as one, to %.0e, in %.1f s"
+        _log.info(message, layout.world, worst, seconds)
     keep_proof(place, layout)

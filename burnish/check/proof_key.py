@@ -104,13 +104,13 @@ def installed() -> list[Any]:
 
     Any change counts, because any package may be imported by another one.
     """
-    found: list[Any] = []
+    distributions: list[Any] = []
     for place in _import_folders():
         for name in os.listdir(place):
             if name.endswith(_METADATA):
                 files = [place / name / each for each in ("RECORD", "PKG-INFO")]
-                found.append((name, [_mark(each) for each in files if each.is_file()]))
-    return sorted(found)
+                distributions.append((name, [_mark(each) for each in files if each.is_file()]))
+    return sorted(distributions)
 
 
 def _import_folders() -> list[Path]:
@@ -119,8 +119,8 @@ def _import_folders() -> list[Path]:
 
 def _mark(path: Path) -> tuple[int, int]:
     """Return a file's size and time: another build of the same version has other ones."""
-    found = path.stat()
-    return found.st_size, found.st_mtime_ns
+    status = path.stat()
+    return status.st_size, status.st_mtime_ns
 
 
 def _unregistered(sources: Iterable[Path]) -> list[Any]:
@@ -236,9 +236,9 @@ def _hash_of(paths: Iterable[Path]) -> str:
 
 def samplings_of(of_run: Sampling | None) -> list[Sampling]:
     """Return greedy sampling, one with every filter, and the run's own."""
-    found = [GREEDY, SAMPLED]
+    samplings = [GREEDY, SAMPLED]
     if of_run is not None and of_run.temperature > 0:
-        found.append(
+        samplings.append(
             replace(
                 SAMPLED,
                 temperature=max(of_run.temperature, _LEAST_TEMPERATURE),
@@ -247,4 +247,4 @@ def samplings_of(of_run: Sampling | None) -> list[Sampling]:
                 min_p=of_run.min_p,
             )
         )
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys(samplings))

@@ -122,14 +122,14 @@ def _shrunken(
     if getattr(text, "qk_rope_head_dim", None) and getattr(text, "qk_nope_head_dim", None):
         text.head_dim = _ROTARY
         text.qk_head_dim = _ROTARY + 16
-    for each in {id(each): each for each in (config, text)}.values():
-        for name, value in list(vars(each).items()):
+    for part in {id(part): part for part in (config, text)}.values():
+        for name, value in list(vars(part).items()):
             if name.endswith("_token_id") and value is not None:
-                setattr(each, name, None if name.startswith("eos") else 0)
+                setattr(part, name, None if name.startswith("eos") else 0)
             elif name.startswith("vocab_size") and value:
-                setattr(each, name, vocabulary)
+                setattr(part, name, vocabulary)
             elif (lower := _lowered(name, value, tensor, engine.expert_parallel)) != value:
-                setattr(each, name, lower)
+                setattr(part, name, lower)
     if by_layer:
         text.per_layer_config = {
             layer: {n: _lowered(n, v, tensor, 1) for n, v in fields.items()}
@@ -194,15 +194,15 @@ class _LayerFields(NamedTuple):
             *(layer >= start for start in self.starts.values()),
         )
 
-    def keep(self, text: PretrainedConfig, kept: Sequence[int]) -> None:
-        """Set the fields for a model that has only the `kept` layers."""
+    def keep(self, text: PretrainedConfig, kept_layers: Sequence[int]) -> None:
+        """Set the fields for a model that has only the `kept_layers`."""
         for name, value in self.values.items():
-            setattr(text, name, [value[layer] for layer in kept])
+            setattr(text, name, [value[layer] for layer in kept_layers])
         for name, numbers in self.numbers.items():
-            setattr(text, name, [new for new, layer in enumerate(kept) if layer in numbers])
+            setattr(text, name, [new for new, layer in enumerate(kept_layers) if layer in numbers])
         for name, start in self.starts.items():
-            before = sum(layer < start for layer in kept)
-            setattr(text, name, len(kept) - before if name == _LAST_LAYERS else before)
+            before = sum(layer < start for layer in kept_layers)
+            setattr(text, name, len(kept_layers) - before if name == _LAST_LAYERS else before)
 
 
 def _cut_layers(text: PretrainedConfig, stages: int) -> dict[int, dict[str, Any]]:
@@ -226,16 +226,18 @@ def _cut_layers(text: PretrainedConfig, stages: int) -> dict[int, dict[str, Any]
     ):  # such as "every sixth layer differs": the code counts, and no list shows the kinds
         periods = [v for name, v in fields.items() if _PERIOD.search(name) and _is_size(v)]
         least = max([least, *periods])
-    kept = _kept_layers(list(kinds.values()), least, stages)
+    kept_layers = _kept_layers(list(kinds.values()), least, stages)
     if layers:
-        text.num_hidden_layers = len(kept)
-    of_layers.keep(text, kept)
+        text.num_hidden_layers = len(kept_layers)
+    of_layers.keep(text, kept_layers)
     if "decoder_sparse_step" in fields:  # a period would count the kept layers
-        text.mlp_only_layers = [new for new, layer in enumerate(kept) if layer not in mixtures]
+        text.mlp_only_layers = [
+            new for new, layer in enumerate(kept_layers) if layer not in mixtures
+        ]
         text.decoder_sparse_step = 1
     if _is_size(fields.get("moe_layer_end_index")):
-        text.moe_layer_end_index = len(kept) - 1
-    return {new: overrides[layer] for new, layer in enumerate(kept) if layer in overrides}
+        text.moe_layer_end_index = len(kept_layers) - 1
+    return {new: overrides[layer] for new, layer in enumerate(kept_layers) if layer in overrides}
 
 
 def _kept_layers(kinds: Sequence[Sequence[int]], least: int, stages: int) -> list[int]:
@@ -263,13 +265,13 @@ def _narrow_heads(text: PretrainedConfig, tensor: int, sequence: int, *, apart: 
     shares = tensor * sequence // math.gcd(sequence, sharing)
     key_heads = min(own, -(-_KEY_HEADS // shares) * shares)
     text.num_attention_heads = key_heads * sharing
-    given = vars(text).get("head_dim")
-    wide = given or hidden // heads
+    own_width = vars(text).get("head_dim")
+    wide = own_width or hidden // heads
     head_dim = _WIDE_HEAD_DIM if wide > _HEAD_DIM else _HEAD_DIM
     of_each = head_dim
-    if given:
+    if own_width:
         text.head_dim = head_dim
-    if given and apart:
+    if own_width and apart:
         is_narrow = head_dim == _HEAD_DIM or text.num_attention_heads >= _MANY_HEADS
         of_each = _HEAD_DIM // 2 if is_narrow else _HEAD_DIM
     small = key_heads * sharing * of_each
