@@ -121,7 +121,7 @@ def router_of(mixture: Any) -> nn.Module:
 
 
 def require_recorded(recorded: Tensor, sizes: tuple[int, int, int], count: int) -> None:
-    """Raise `IncompatibleError` unless experts have the shape `want` and are below `count`.
+    """Raise `IncompatibleError` unless experts have the shape `sizes` and are below `count`.
 
     Values on an accelerator are not checked: they were recorded there.
     """
