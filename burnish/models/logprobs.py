@@ -185,6 +185,7 @@ def _gradients(
     kernels = _kernels(hidden)
     hidden_gradient = torch.empty_like(hidden)
     chunks = list(_slices(len(hidden), options.chunk))
+    # Several chunks add up in fp32: a sum in bf16 would be rounded after each.
     total = (
         torch.zeros_like(weight, dtype=known.dtype) if wants_weight and len(chunks) != 1 else None
     )
@@ -211,6 +212,7 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
     if is_sm80_or_newer(left.device) and left.dtype.itemsize == 2:
         torch.addmm(total, left, right, total.dtype, out=total)
         return
+    # In pieces, since the product is as large as the weight.
     for rows in _slices(len(total), _SUMMED_ROWS):
         total[rows] += left[rows] @ right
 

@@ -164,6 +164,7 @@ class _Take(torch.autograd.Function):
         upstream = gradients[0]
         rounds = ctx.rows.rounds
         dtype = torch.float32 if len(rounds) > 1 else upstream.dtype
+        # In rounds: on CUDA, index_add_ adds equal rows in any order, and a repeated step would have other bits.
         total = upstream.new_zeros(ctx.shape, dtype=dtype)
         for number, (sources, results) in enumerate(rounds):
             part = upstream.index_select(0, results).to(dtype)

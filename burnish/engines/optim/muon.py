@@ -129,6 +129,7 @@ def _matrices_of(model: PreTrainedModel, regions: Sequence[Region]) -> dict[str,
 def _share(matrices: list[TensorSpec], layout: Layout) -> list[TensorSpec]:
     if not matrices:
         return []
+    # The products of an iteration multiply square matrices of the shorter side.
     work = [float(min(m.shape) ** 2 * max(m.shape)) for m in matrices]
     ranks = share_evenly(np.array(work), layout.world)
     return [matrices[index] for index in np.flatnonzero(ranks == layout.rank)]

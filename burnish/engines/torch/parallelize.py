@@ -67,6 +67,7 @@ def keep_activations(
     kind = config.activation_checkpointing
     if kind == "none" and around is None:
         return
+    # Nothing in a layer draws random numbers (`build_on_meta` removes dropout), so no state is kept for the second pass.
     options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
     if kind == "selective":
         added = any(getattr(module, "has_bias", False) for module in model.modules())
@@ -118,11 +119,14 @@ def parallelize(
             mp_policy=policy,
             reshard_after_forward=config.reshard_after_forward and parts > 1,
         )
+    # The backward pass begins with the head, so its weights stay gathered.
     fully_shard(scorer, mesh=weights, mp_policy=policy, reshard_after_forward=False)
     if weights.size() > 1:  # the mean over one rank is its sum, without a division
         for module in scorer.modules():
             if isinstance(module, FSDPModule):
+                # Losses are already divided by counts over all ranks. FSDP2 would divide by the number of ranks once more.
                 module.set_gradient_divide_factor(1.0)
+                # For a factor of its own FSDP2 takes PREMUL_SUM, which only NCCL has.
                 module.set_force_sum_reduction_for_comms(True)
     return cuts
 

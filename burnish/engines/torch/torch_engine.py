@@ -131,6 +131,7 @@ class TorchEngine(ShardedEngine):
                 value.backward()  # type: ignore[no-untyped-call]
             # On the device: a number that Python reads would wait for all work that is queued.
             total += value.detach()
+            # Ranks that share a micro-batch have its whole loss, but their own rows' router loss. `reduce_stats` divides both.
             aux += outputs.router_loss.sum() * self.layout.sharing
             stats = stats.merge(of_micro)
             self.passed += plan.passed
@@ -162,6 +163,7 @@ class TorchEngine(ShardedEngine):
         # weights and the optimizer's averages as they were; one NaN in the averages would stay for ever.
         norm = global_norm(gradients, self._cuts, self.mesh, self._device)
         if math.isfinite(norm):
+            # The formula of torch.nn.utils.clip_grad_norm_, which does not know tensor parallelism's cuts.
             scale = min(1.0, self._config.max_grad_norm / (norm + 1e-6))
             if scale < 1.0:
                 torch._foreach_mul_(list(gradients.values()), scale)
