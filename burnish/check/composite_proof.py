@@ -39,7 +39,7 @@ def prove_composite(
         return
     do = "train its language model from a directory of its own, or report this with its config.json"
     with refusing(
-        f"a small {whole.model_type} ends with an error when it reads a text alone",
+        f"a small {whole.model_type} fails when it reads text without images",
         IncompatibleError,
         want="a model that reads texts without images, video and audio",
         do=do,
@@ -47,7 +47,7 @@ def prove_composite(
         error = _error(whole, hf_config)
     if not error <= _TOLERANCE:
         raise IncompatibleError(
-            f"models of type {whole.model_type} compute other texts than their language model alone",
+            f"a {whole.model_type} computes other logits for text than its language model alone",
             have=f"logits that differ by {error:.0e}",
             want=f"at most {_TOLERANCE:.0e}",
             do=do,

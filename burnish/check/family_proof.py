@@ -140,7 +140,7 @@ def compare_layout(
 def _computing(kind: str, lora: LoraConfig | None) -> AbstractContextManager[None]:
     adapted = "" if lora is None else _ADAPTED
     return refusing(
-        f"a small model of type {kind}{adapted} ends with an error when Burnish computes it",
+        f"Burnish fails to compute a small model of type {kind}{adapted}",
         IncompatibleError,
         want="a causal language model whose layers take packed sequences and use transformers' attention interface",
         do=_remedy(lora),

@@ -86,7 +86,7 @@ class ShardedEngine(Engine):
         routers, experts, chosen = self._router_sizes
         if routers == 0:
             raise IncompatibleError(
-                "experts were requested of a model without known routers",
+                "the engine cannot record experts, because the model has no known routers",
                 want="a mixture of experts",
                 do="set algorithm.router_replay=none",
             )

@@ -96,7 +96,7 @@ def language_names(stored: Collection[str], model: PreTrainedModel) -> tuple[str
         raise IncompatibleError(
             "the checkpoint holds several models that could be the language model",
             have=few([f"{each}*" for each in best]),
-            want=f"one prefix below which all tensors of a {model.config.model_type} are",
+            want=f"one prefix for all tensors of the {model.config.model_type}",
             do="save the one to be trained alone, and set model.path to that",
         )
     stored_names = {}

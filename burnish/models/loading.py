@@ -102,7 +102,7 @@ def read_model_config(config: ModelConfig) -> PretrainedConfig:
     with (
         _without_advice(),
         refusing(  # no JSON, an unknown model_type, code without consent, and any wrong value
-            f"{directory / 'config.json'} is not a configuration that transformers takes",
+            f"{directory / 'config.json'} is no configuration that transformers can read",
             want="JSON with a model_type that the installed transformers knows",
             do="correct model.path or the file; for a model with code of its own, read that code and "
             "set model.trust_remote_code=true",
@@ -202,7 +202,7 @@ def _fresh_config(fresh: str | dict[str, Any]) -> PretrainedConfig:
         problem = "model.fresh names no model_type"
         raise UsageError(problem, have=fresh, do="add one, such as qwen3 or llama")
     with refusing(
-        f"model.fresh is not a configuration that transformers takes, of model_type {model_type!r}",
+        f"transformers cannot make a configuration of model_type {model_type!r} from model.fresh",
         do="correct model.fresh, or install a later transformers",
     ):
         return AutoConfig.for_model(model_type, **values)
@@ -213,7 +213,7 @@ def generation_config(hf_config: PretrainedConfig) -> GenerationConfig:
     origin = hf_config.name_or_path
     if origin and (Path(origin) / GENERATION_CONFIG).is_file():
         with refusing(
-            f"{origin}/{GENERATION_CONFIG} is not one that transformers takes",
+            f"transformers cannot read {origin}/{GENERATION_CONFIG}",
             want="a JSON object with settings of transformers' GenerationConfig",
             do="correct or remove the file",
         ):

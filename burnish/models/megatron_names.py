@@ -94,7 +94,7 @@ def regions_of(
             name = name.replace("mlp", module, 1)
     if not cut:
         raise IncompatibleError(
-            f"Megatron's parameter {parameter} has no counterpart in a Hugging Face checkpoint that is known here",
+            f"Burnish does not know the Hugging Face name of Megatron's parameter {parameter}",
             want="the parameters of a Llama-shaped model",
             do="train this model with engine.kind=torch",
         )

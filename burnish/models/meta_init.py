@@ -141,7 +141,7 @@ def plain_model(config: PretrainedConfig) -> PreTrainedModel:
     """
     if others := other_inputs(config):
         raise IncompatibleError(
-            f"models of type {config.model_type} do not only read text",
+            f"models of type {config.model_type} read more than text",
             have=", ".join(others),
             want="a causal language model",
             do="take the language model out: load the directory with transformers, save its language_model "

@@ -132,7 +132,7 @@ def local_box(parameter: Tensor) -> Box:
             continue
         if type(placement) is not ShardPlacement or placement.dim != 0 or coordinate is None:
             raise IncompatibleError(
-                "a parameter is sharded in a way that has no box",
+                "Burnish cannot save a parameter that is sharded like this",
                 have=parameter.placements,
                 want="Replicate and Shard(0)",
             )
@@ -171,10 +171,10 @@ def _storage(tensor: Tensor) -> int:
 def _region(name: str, view: Tensor, parameter: str | None, sizes: Mapping[str, Tensor]) -> Region:
     """Read the box off a view's offset and strides."""
     problem = IncompatibleError(
-        f"the checkpoint tensor {name} is not a box of a parameter of the model",
-        have="a conversion that moves elements about",
-        want="slices of parameters",
-        do="use a model family without such a conversion",
+        f"transformers mixes the elements of parameters in the checkpoint tensor {name}, so ranks cannot save their parts",
+        have="a conversion that moves elements",
+        want="checkpoint tensors that are slices of parameters",
+        do="train a model of another family",
     )
     if parameter is None:
         raise problem

@@ -107,7 +107,7 @@ def parse_devices(
         or int(digits) > _MOST_DEVICES
     ):
         raise UsageError(
-            "the devices cannot be read",
+            "--devices has another form than COUNTxNAME-MEMORY",
             have=clipped(text),
             want=f"COUNTxNAME-MEMORY, as 64xH100-80G or 2xCPU-24G, with a count from 1 to {_MOST_DEVICES:,}",
             do="correct --devices",

@@ -111,7 +111,7 @@ def attention_forward(
     if packing is None:
         raise IncompatibleError(
             f"{type(module).__name__} is called without the keyword packing, so it does not know where sequences begin",
-            want="layers that pass their keywords on, as those of transformers 5 do",
+            want="layers that pass keyword arguments on, as those of transformers 5 do",
             do="train a model of another family",
         )
     scaling = options.get("scaling")

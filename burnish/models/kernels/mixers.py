@@ -74,7 +74,7 @@ class _PackedMixer(nn.Module):
         if packing is None:
             raise IncompatibleError(
                 f"{type(self).__name__} has state and is called without the keyword packing, so it does not know where sequences begin",
-                want="layers that get their keywords, as most of transformers 5 do",
+                want="layers whose model passes keyword arguments on, as most of transformers 5 do",
                 do="train a model of another family",
             )
         options.pop("packing", None)

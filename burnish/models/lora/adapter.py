@@ -441,7 +441,7 @@ def first_adapter(
     extra = source.check(TensorSpec(each.name, each.shape, torch.float32) for each in weights)
     if extra:
         raise IncompatibleError(
-            f"{directory} adapts more than what is trained here",
+            f"{directory} adapts layers that Burnish does not train",
             have=few(extra),
             want=f"A and B of {', '.join(record['targets'])}",
             do="start from an adapter of linear layers, the output layer not among them",

@@ -70,7 +70,9 @@ def require_targets(asked: Iterable[str], kinds: Sequence[str]) -> None:
     unknown = [target for target in asked if target not in kinds]
     if unknown or not kinds:
         raise IncompatibleError(
-            f"the model has no linear layers {', '.join(unknown)}",
+            f"model.lora.targets names {', '.join(unknown)}, which the model does not have"
+            if unknown
+            else "the model has no linear layers to adapt",
             have=", ".join(kinds) or "none",
             want="names of linear layers, the output layer not among them"
             + (", and of parameters of experts" if any(map(are_parameters, kinds)) else ""),
@@ -193,7 +195,7 @@ def with_adapter(model: ModelConfig, content: bytes) -> ModelConfig:
     where = f"{model.lora.path}/{ADAPTER_CONFIG}"
     values = parse_json(content, where)
     with refusing(
-        f"{where} describes no adapter that can be trained here",
+        f"{where} describes an adapter that Burnish cannot train",
         IncompatibleError,
         want=f"{', '.join(_UNDERSTOOD)}, the layers as a list of names",
         do="correct model.lora.path",
@@ -217,7 +219,7 @@ def _require_plain(values: dict[str, Any], where: str) -> None:
         known = key in {*_UNDERSTOOD, _PARAMETERS, *_WITHOUT_EFFECT} or not value or value == "none"
         if not (value in _PLAIN[key] if key in _PLAIN else known):
             raise IncompatibleError(
-                f"{where} describes an adapter that is not trained here",
+                f"{where} describes a kind of adapter that Burnish does not train",
                 have=f"{key}: {value}",
                 want=f"{key}: {_PLAIN[key][0]}" if key in _PLAIN else f"no {key}",
                 do="start from another adapter, or merge this one into its model and set model.path to that",
