@@ -31,7 +31,7 @@ from typing import Any
 
 import yaml
 
-import burnish.runs.run
+import burnish.runs.run_observers
 from bench.machine import Result, command_line, ratio, report
 from bench.peers import CLOCKS, Clock
 from burnish.api import run_method
@@ -227,7 +227,7 @@ def main() -> None:
     Turns.clock = staticmethod(CLOCKS[arguments.clock])
     Turns.seconds = found
     Turns.threads = {"on": [], "off": []}
-    burnish.runs.run.Observers = Turns  # type: ignore[attr-defined, assignment]
+    burnish.runs.run_observers.Observers = Turns  # type: ignore[attr-defined, assignment]
     sys.path.insert(0, str(DEMO))
     with tempfile.TemporaryDirectory() as directory, services(Path(directory)) as endpoint:
         os.chdir(directory)

@@ -10,52 +10,35 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path, PurePath
 from types import MappingProxyType
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from burnish.checkpoint.manifest import AHEAD
 from burnish.checkpoint.retention import require_measured
-from burnish.checkpoint.save import Contents
-from burnish.checkpoint.steps import CommittedStep, step_name
+from burnish.checkpoint.steps import step_name
 from burnish.checkpoint.write_plan import MAIN
-from burnish.config.resume import digest
 from burnish.data.loader import State
-from burnish.distributed.collectives import agree, from_main, same_on_all_ranks
+from burnish.distributed.collectives import agree, same_on_all_ranks
 from burnish.distributed.device import peak_flops
 from burnish.engines.base import LossFn, Part, compute_dtype
 from burnish.errors import BurnishError, StoppedError
-from burnish.files.durable import naming_failures
-from burnish.records import Batch, Completion, MicroBatch, TokenOutputs
+from burnish.records import Batch, MicroBatch, TokenOutputs
 from burnish.records.rollout_table import RolloutTable
 from burnish.records.samples import Floats
 from burnish.rewards.overview import LostRewards
-from burnish.runs.drawn_batch import BatchQueue, DrawnBatch
-from burnish.runs.rollout_transfer import arrays_on_main, arriving, on_main
+from burnish.runs.drawn_batch import BatchQueue
+from burnish.runs.run_observers import RunObservers
 from burnish.runs.session import Session
 from burnish.runs.setup import Learner, prove_start
 from burnish.runs.signals import StopRequested
-from burnish.runs.trainer_state import (
-    Fingerprints,
-    TrainerState,
-    Updates,
-    counts,
-    restore,
-    state_json,
-)
-from burnish.tracking.observers import Observers, wanted_rollouts
+from burnish.runs.step_saver import LoadedStep, StepSaver
+from burnish.runs.trainer_state import Fingerprints, TrainerState, Updates, counts
 from burnish.tracking.progress import Bar
-from burnish.tracking.rundir import CHECKPOINTS
 from burnish.tracking.stats import Stats
-from burnish.tracking.trackers import json_numbers, logged_values, numbers
-
-if TYPE_CHECKING:
-    from burnish.checkpoint.load import CheckpointSource
-    from burnish.rollout.in_flight import SampleKey
+from burnish.tracking.trackers import json_numbers, numbers
 
 # Seconds that a run waits for its mirror after a signal to stop. The step is on the local disk already.
 _GRACE_SECONDS = 10.0
@@ -96,54 +79,38 @@ class Run:
         self._learners = learners
         self._fingerprints = fingerprints
         self._total_steps = total_steps
-        self._observers: Observers | None = None
         self._validate: Validation | None = None
         self._queue: BatchQueue | None = None
-        self._saved_step: int | None = None
-        self._compared_step: int | None = None
-        self._saved_at = time.monotonic()
         self._finite_loss = True
         given = json.dumps(asdict(fingerprints))
         same_on_all_ranks(given, "what data.train and the tokenizer hold", self._layout)
-        self._digest = digest(self._config)
         self._peak_flops = peak_flops(session.device, compute_dtype(self._config.engine))
-        main = learners[MAIN]
-        session.intact.require(*main.foundation.places(fresh=False))
-        self.state = TrainerState(roles=self._other_counts())
-        self._kept: Callable[[], Mapping[str, Tensor]] | None = None
-        """On rank 0, the tensors that surround a composite's language model."""
-        self.pending: Sequence[DrawnBatch] = ()
+        self._observers = RunObservers(session, total_steps)
+        self._saver = StepSaver(session, learners, fingerprints, self._observers)
+        main = learners[MAIN].foundation
+        session.intact.require(*main.places(fresh=False))
+        # The newest step comes first: a run that resumes does not read the weights that it began with.
+        loaded = self._saver.resume()
+        if loaded is None:
+            session.intact.require(*main.places(fresh=True), self._config.critic.path)
+            self._saver.keep_surrounding(None)
+            loaded = LoadedStep(TrainerState(roles=self._other_counts()))
+        self.state = loaded.state
+        self.pending = loaded.pending
         """Batches drawn and not trained on in this state."""
-        self.partial: Mapping[SampleKey, Completion] = {}
+        self.partial = loaded.partial
         """Completions begun for later batches, as the step that the run resumed from held them."""
-        resumed = session.checkpoints.resume(self._load, main.engine.arena)
-        if resumed is None:
-            places = main.foundation.places(fresh=True)
-            session.intact.require(*places, self._config.critic.path)
-            self._keep(None)
         if self._layout.is_main:
             self._log_start()
         for learner in learners.values():
             learner.engine.load(learner.foundation.base, Part.FROZEN)
-            if resumed is None:
+            if loaded.place is None:
                 learner.engine.load(learner.foundation.source, Part.WEIGHTS)
                 prove_start(learner.engine, learner.foundation)
-        if resumed is not None and not isinstance(resumed.step.path, Path) and session.mirror:
-            with agree(self._layout), self._writing():
+        if loaded.place is not None and not isinstance(loaded.place, Path) and session.mirror:
+            with agree(self._layout), self._observers.writing():
                 if self._layout.is_main:
                     session.mirror.bring_back(session.directory)
-
-    def _keep(self, step: CheckpointSource | None) -> None:
-        """Copy what surrounds a composite's language model, from a step or from model.path. Collective."""
-        composite = self._learners[MAIN].foundation.composite
-        if composite is None or not composite.rest:
-            return
-        path = self._session.directory.kept
-        with agree(self._layout), self._writing():
-            if self._layout.is_main:
-                from burnish.checkpoint.kept import keep
-
-                self._kept = keep(path, composite, step)
 
     def _log_start(self) -> None:
         made = self.state.step
@@ -182,15 +149,15 @@ class Run:
         except LostRewards:
             if self.state.step:
                 self._save()
-            self._notify(lambda each: each.report("failed"))
+            self._observers.report("failed")
             self._settle_mirror(_GRACE_SECONDS)
             raise
         except Exception:
             if self.state.step < self._total_steps:
-                self._report_failure()
+                self._observers.report_failure()
             raise
         finally:
-            self._close()
+            self._observers.close()
 
     def steps(self) -> Iterator[int]:
         """Yield the remaining steps, 0-based. Make late saves between them; end on a signal on any rank. Collective."""
@@ -199,7 +166,8 @@ class Run:
         patience = _SAVE_SECONDS if self._config.checkpoint.save_every == "auto" else math.inf
         with self._session.progress.phase("steps", total, done=done, lines=False) as bar:
             for step in range(done, total):
-                is_late = step > done and time.monotonic() - self._saved_at >= patience
+                is_late = step > done and time.monotonic() - self._saver.saved_at >= patience
+                # One collective asks all ranks both whether a signal came and whether a save is late: their clocks differ.
                 if self._session.stopper.check_all(is_late):
                     self._save(background=self._config.checkpoint.background)
                     self._after_save()
@@ -222,9 +190,10 @@ class Run:
 
         `batches` are its updates' mini-batches, made of `rollouts`.
         """
-        self._note_finished_save(wait=False)
+        self._saver.note_finished_save(wait=False)
         main = self._learners[MAIN].engine
         pending = self._queue.pending() if self._queue else ()
+        # One frozen record, replaced at once: whenever a signal comes, a save finds a state in which everything is of the same step.
         self.state = TrainerState(
             step=self.state.step + 1,
             cursor=cursor,
@@ -238,20 +207,20 @@ class Run:
         )
         self.pending = pending
         if rollouts is not None:
-            self._write_rollouts(rollouts, advantages, by_token)
+            self._observers.write_rollouts(self.state.step, rollouts, advantages, by_token)
         values = self._throughput(batches, self._session.spans.added(stats.values_by_name()))
         self._finite_loss = all(math.isfinite(v) for n, v in values.items() if n.endswith("/loss"))
         if self._is_due(self._config.distributed.check_replicas_every):
-            self._check_replicas()
-        due = self._is_due(self._config.evaluation.every)
-        save = self._save_is_due(validated=due)
-        last = self.state.step == self._total_steps
-        self._record(values, validate=due, save=save or last)
-        if save:
+            self._saver.check_replicas(self.state.step)
+        validates = self._is_due(self._config.evaluation.every)
+        saves = self._save_is_due(validated=validates)
+        is_last = self.state.step == self._total_steps
+        self._record(values, validate=validates, save=saves or is_last)
+        if saves:
             self._after_save()
 
     def _after_save(self) -> None:
-        self._notify(lambda each: each.report("running"))
+        self._observers.report("running")
         if self.state.step < self._total_steps:
             self._session.stopper.check_saved()
 
@@ -260,18 +229,8 @@ class Run:
         session = self._session
         state = self.state
         session.spans.step = state.step
-        logged: dict[str, float] = {}
-        with agree(self._layout), self._writing():
-            if self._layout.is_main:
-                logged = logged_values(session.directory.metrics, state.step)
-                self._observers = Observers(
-                    session.directory,
-                    self._config.tracking,
-                    step=state.step,
-                    total_steps=self._total_steps,
-                    is_logged=state.unlogged is None,
-                    decode=self._learners[MAIN].foundation.tokenizer.decode,
-                )
+        decode = self._learners[MAIN].foundation.tokenizer.decode
+        logged = self._observers.open(state.step, is_logged=state.unlogged is None, decode=decode)
         session.spans.added({})
         left = state.unlogged
         if left is not None and not state.unvalidated:
@@ -295,16 +254,17 @@ class Run:
             with spans("validate"):
                 measured, rollouts = self._validate()
                 if rollouts is not None:
-                    self._write_rollouts(rollouts)
+                    self._observers.write_rollouts(self.state.step, rollouts)
             require_measured(self._config.checkpoint.keep_best.metric, measured)
             values = spans.added(values) | measured
-            kept = json_numbers(measured)
+            rating = json_numbers(measured)
             later = self.state.measured_later
-            if self._saved_step == self.state.step:
-                later = {**later, str(self.state.step): kept}
+            # A signal in the validation has saved the step without its rating. The next step's state will have it.
+            if self._saver.saved_step == self.state.step:
+                later = {**later, str(self.state.step): rating}
             self.state = replace(
                 self.state,
-                measured=kept,
+                measured=rating,
                 measured_later=later,
                 unlogged=json_numbers(values),
                 unvalidated=False,
@@ -313,34 +273,18 @@ class Run:
             self._save(background=self._config.checkpoint.background)
         self._log(spans.added(values))
 
-    def _write_rollouts(
-        self,
-        table: RolloutTable,
-        advantages: Floats | None = None,
-        by_token: Mapping[str, Mapping[int, Floats]] = MappingProxyType({}),
-    ) -> None:
-        """Write rollouts on rank 0 if due. A validation has no `advantages`. Collective."""
-        step = self.state.step
-        total = self._total_steps
-        settings = self._config.tracking
-        wanted = wanted_rollouts(settings, step, total, table, advantages is None)
-        if wanted is None:
-            return
-        order, whole = wanted
-        if settings.rollout_tokens:
-            by_token = arrays_on_main(by_token, whole, self._layout)
-        rollouts = arriving(table, order, whole, self._layout)
-        with agree(self._layout), self._writing(), rollouts as incoming:
-            if self._observers is not None:
-                means = None if advantages is None else advantages.tolist()
-                told = (step, table, means, by_token, incoming, whole)
-                self._observers.rollouts_scored(*told)
-
     def _log(self, values: Mapping[str, float]) -> None:
-        with self._writing():
-            if self._observers is not None:
-                self._observers.step_finished(self.state.step, values)
+        self._observers.log(self.state.step, values)
         self.state = replace(self.state, unlogged=None, unvalidated=False)
+
+    def _save(self, *, background: bool = False) -> None:
+        """Commit the state unless it is committed; with `background`, only start. Collective."""
+        self._saver.save(
+            LoadedStep(self.state, self.pending),
+            self._queue,
+            is_healthy=self._finite_loss,
+            background=background,
+        )
 
     def _throughput(
         self, batches: Sequence[Batch], values: Mapping[str, float]
@@ -359,111 +303,6 @@ class Run:
                 found["perf/mfu"] = flops / (seconds * self._peak_flops)
         return found
 
-    def _save(self, *, background: bool = False) -> None:
-        """Commit the state unless it is committed; with `background`, only start. Collective.
-
-        Training goes on if a background save fails.
-        """
-        self._saved_at = time.monotonic()
-        with self._session.spans("save"), self._session.progress.phase("save", lines=False):
-            self._note_finished_save(wait=True)
-            if self._saved_step == self.state.step:
-                return
-            self._check_replicas()
-            self._notify(Observers.sync)  # then only this step's own line of metrics can be missing
-            if not background:
-                self._session.checkpoints.save(self.state.step, self._contents())
-                self._committed(self.state.step)
-                return
-            try:
-                self._session.checkpoints.begin_save(self.state.step, self._contents())
-            except BurnishError as error:
-                self._log_failed_save(self.state.step, error)
-
-    def _check_replicas(self) -> None:
-        """Compare copies of the weights if configured, once a step. Collective."""
-        step = self.state.step
-        if self._config.distributed.check_replicas_every and self._compared_step != step:
-            engines = {role: learner.engine for role, learner in self._learners.items()}
-            from burnish.runs.replicas import check_replicas
-
-            check_replicas(engines, self._config.engine.replicas, step, self._layout)
-            self._compared_step = step
-
-    def _note_finished_save(self, *, wait: bool) -> None:
-        """Record how the background save ended. Collective."""
-        finished = self._session.checkpoints.finished(wait=wait)
-        if finished is None:
-            return
-        if finished.error is not None:
-            self._log_failed_save(finished.step, finished.error)
-            return
-        self._committed(finished.step)
-        if finished.warning is not None and self._layout.is_main:
-            log.error("step %d is committed, but %s", finished.step, finished.warning)
-
-    def _committed(self, step: int) -> None:
-        self._saved_step = step
-        if self._observers is not None:
-            mirror = self._session.mirror
-            root = self._session.directory.root
-            place = str(root.absolute()) if mirror is None else mirror.url.rstrip("/")
-            self._observers.checkpoint_committed(f"{place}/{CHECKPOINTS}/{step_name(step)}")
-
-    def _log_failed_save(self, step: int, error: BurnishError) -> None:
-        if self._layout.is_main:
-            log.error("STEP %d IS NOT SAVED; training goes on. %s", step, error)
-
-    def _contents(self) -> Contents:
-        main = self._learners[MAIN]
-        pending = [
-            DrawnBatch(each.step, *(on_main(t, self._layout) for t in (each.groups, each.left_out)))
-            for each in self.pending
-        ]
-        files: dict[str, bytes] = {}
-        if self._layout.is_main and self._queue is not None:
-            begun = self._queue.partial()
-            if pending or begun:
-                from burnish.runs.pending_batches import ahead_files
-
-                files = ahead_files(pending, begun)
-        models = {role: learner.contents() for role, learner in self._learners.items()}
-        if self._kept is not None:
-            models[MAIN] = replace(models[MAIN], kept=self._kept)
-        return Contents(
-            models=models,
-            state=state_json(self.state, main, self._fingerprints, self._digest),
-            files=files,
-            healthy=self._finite_loss,
-            check_finite=True,
-            split=self._config.checkpoint.model_dtype == "bf16",
-            arena=main.engine.arena,
-        )
-
-    def _load(self, step: CommittedStep, source: CheckpointSource) -> None:
-        """Load models and state from a step, if all of it fits."""
-        pending: Sequence[DrawnBatch] = ()
-        partial: Mapping[SampleKey, Completion] = {}
-        files = source.files(AHEAD)
-        with agree(self._layout):
-            if self._layout.is_main and files:
-                from burnish.runs.pending_batches import read_ahead
-
-                pending, partial = read_ahead(step, files)
-        pending = from_main(pending, self._layout)
-        self.state = restore(
-            step,
-            source,
-            self._learners,
-            self._fingerprints,
-            self._digest,
-            may_be_fresh=self._config.checkpoint.fresh_optimizer,
-        )
-        self._keep(source)
-        self.pending = pending
-        self.partial = partial
-        self._saved_step = self.state.step
-
     def _other_counts(self) -> dict[str, Updates]:
         learners = self._learners.items()
         return {role: counts(learner.engine) for role, learner in learners if role != MAIN}
@@ -472,7 +311,7 @@ class Run:
         session = self._session
         session.stopper.check_all()
         self._save()
-        self._notify(lambda each: each.report("finished"))
+        self._observers.report("finished")
         left = self._settle_mirror(self._config.checkpoint.mirror_patience_seconds)
         if self._layout.is_main:
             name = step_name(self.state.step)
@@ -490,7 +329,7 @@ class Run:
 
     def _stopped(self, request: StopRequested) -> StoppedError:
         self._save()
-        self._notify(lambda each: each.report("stopped"))
+        self._observers.report("stopped")
         self._settle_mirror(_GRACE_SECONDS)
         said = f"step {self.state.step} is committed in {self._session.directory.root}"
         return StoppedError(
@@ -498,19 +337,12 @@ class Run:
             signal_number=request.signal_number,
         )
 
-    def _report_failure(self) -> None:
-        if self._observers is not None:
-            try:
-                self._observers.report("failed")
-            except OSError as error:
-                log.warning("report.html is not written: %s", error)
-
     def _settle_mirror(self, seconds: float) -> BurnishError | None:
         """Wait until the mirror is complete or a signal comes; return why it lacks something. Collective."""
         session = self._session
         if session.mirror is None:
             return None
-        self._close()
+        self._observers.close()
         shown = 0.0
         with session.progress.phase("mirror", 100) as bar:
 
@@ -521,19 +353,6 @@ class Run:
                 session.spans.move()  # tells the stall watch that a wait of hours is no stall
 
             return session.checkpoints.settle_mirror(seconds, session.stopper.changed(), show)
-
-    def _notify(self, say: Callable[[Observers], None]) -> None:
-        """Tell rank 0's observers. Collective."""
-        with agree(self._layout), self._writing():
-            if self._observers is not None:
-                say(self._observers)
-
-    def _writing(self) -> AbstractContextManager[None]:
-        return naming_failures(f"{self._session.directory.root} cannot be written")
-
-    def _close(self) -> None:
-        if self._observers is not None:
-            self._observers.close()
 
     def _save_is_due(self, *, validated: bool) -> bool:
         settings = self._config.checkpoint

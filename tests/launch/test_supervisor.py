@@ -26,7 +26,7 @@ UPDATE, ROLLOUT, SETUP = (
     "burnish.methods.parts.online_training:RolloutQueue.take",
     "burnish.methods.parts.online_training:make_collector",
 )
-SAVE = "burnish.runs.run:Run._committed"
+SAVE = "burnish.runs.step_saver:StepSaver._committed"
 PLACES = (
     SETUP,
     "burnish.methods.parts.online_training:RolloutQueue.publish",

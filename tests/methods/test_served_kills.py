@@ -195,7 +195,7 @@ def test_killed_at_every_steps_save(work: Path, case: str) -> None:
     for victim, number in kinds(case):
         for step in range(1, STEPS):
             if victim == "trainer":
-                at = At("burnish.runs.run:Run._committed", 1, number)
+                at = At("burnish.runs.step_saver:StepSaver._committed", 1, number)
                 made.kill(wanted, "itself", number, lambda first: None, at)
             else:
                 made.kill(wanted, victim, number, partial(made.await_step, step))

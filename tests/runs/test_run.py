@@ -15,8 +15,10 @@ from burnish.distributed.layout import Layout
 from burnish.errors import BurnishError, IncompatibleError, UsageError
 from burnish.files.lease import holding_lease
 from burnish.methods.table import METHODS
-from burnish.runs.run import Run
+from burnish.runs.run_observers import RunObservers
 from burnish.runs.session import open_run
+from burnish.runs.step_saver import StepSaver
+from burnish.runs.trainer_state import Fingerprints
 
 
 def config_in(root: Path, **changes: object) -> RunConfig:
@@ -114,10 +116,9 @@ def test_how_a_save_went_is_said(
     saved: int | None,
 ) -> None:
     with open_run(config_in(tmp_path), METHODS["sft"], Layout(), torch.device("cpu")) as session:
-        run = object.__new__(Run)
-        run._session = replace(session, checkpoints=OneSave(Finished(3, error, warning)))
-        run._layout, run._saved_step, run._observers = session.layout, None, None
-        run._note_finished_save(wait=False)
+        told = replace(session, checkpoints=OneSave(Finished(3, error, warning)))
+        saver = StepSaver(told, {}, Fingerprints("", "", 1, ""), RunObservers(told, 3))
+        saver.note_finished_save(wait=False)
     assert said in caplog.text
     assert len(caplog.records) == bool(said)
-    assert run._saved_step == saved
+    assert saver.saved_step == saved

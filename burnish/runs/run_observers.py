@@ -1,0 +1,117 @@
+"""Tell a run's trackers, rollout files and report what happens. Rank 0 has them; a failure to write ends all ranks."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from types import MappingProxyType
+
+from burnish.checkpoint.steps import step_name
+from burnish.distributed.collectives import agree
+from burnish.files.durable import naming_failures
+from burnish.records.rollout_table import RolloutTable
+from burnish.records.samples import Floats
+from burnish.runs.rollout_transfer import arrays_on_main, arriving
+from burnish.runs.session import Session
+from burnish.tracking.observers import Observers, wanted_rollouts
+from burnish.tracking.rundir import CHECKPOINTS
+from burnish.tracking.trackers import State, logged_values
+
+log = logging.getLogger("burnish")
+
+
+class RunObservers:
+    """The `Observers` of a run, for all of its ranks."""
+
+    def __init__(self, session: Session, total_steps: int) -> None:
+        """They are open between `open` and `close`, and told nothing before and after."""
+        self._session = session
+        self._total_steps = total_steps
+        self._main: Observers | None = None
+
+    def open(
+        self, step: int, *, is_logged: bool, decode: Callable[[list[int]], str]
+    ) -> dict[str, float]:
+        """Open them for a run that goes on after `step`. Return what the step's line of metrics has on rank 0. Collective."""
+        session = self._session
+        logged: dict[str, float] = {}
+        with agree(session.layout), self.writing():
+            if session.layout.is_main:
+                # Read first: opening removes the line of a step whose log was interrupted.
+                logged = logged_values(session.directory.metrics, step)
+                self._main = Observers(
+                    session.directory,
+                    session.config.tracking,
+                    step=step,
+                    total_steps=self._total_steps,
+                    is_logged=is_logged,
+                    decode=decode,
+                )
+        return logged
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Log a step's line. Not collective: a step does not wait for rank 0's files."""
+        with self.writing():
+            if self._main is not None:
+                self._main.step_finished(step, values)
+
+    def write_rollouts(
+        self,
+        step: int,
+        table: RolloutTable,
+        advantages: Floats | None = None,
+        by_token: Mapping[str, Mapping[int, Floats]] = MappingProxyType({}),
+    ) -> None:
+        """Write rollouts if due. A validation has no `advantages`. Collective."""
+        settings = self._session.config.tracking
+        layout = self._session.layout
+        wanted = wanted_rollouts(settings, step, self._total_steps, table, advantages is None)
+        if wanted is None:
+            return
+        order, whole = wanted
+        if settings.rollout_tokens:
+            by_token = arrays_on_main(by_token, whole, layout)
+        rollouts = arriving(table, order, whole, layout)
+        with agree(layout), self.writing(), rollouts as incoming:
+            if self._main is not None:
+                means = None if advantages is None else advantages.tolist()
+                self._main.rollouts_scored(step, table, means, by_token, incoming, whole)
+
+    def committed(self, step: int) -> None:
+        """Say where a step is committed."""
+        if self._main is not None:
+            mirror = self._session.mirror
+            root = self._session.directory.root
+            place = str(root.absolute()) if mirror is None else mirror.url.rstrip("/")
+            self._main.checkpoint_committed(f"{place}/{CHECKPOINTS}/{step_name(step)}")
+
+    def sync(self) -> None:
+        """Make all records survive a power loss. Collective."""
+        self._tell(Observers.sync)
+
+    def report(self, state: State) -> None:
+        """Write the report, and the state of the run. Collective."""
+        self._tell(lambda main: main.report(state))
+
+    def report_failure(self) -> None:
+        """Write the report of a run that an error ends. Not collective: other ranks may be anywhere."""
+        if self._main is not None:
+            try:
+                self._main.report("failed")
+            except OSError as error:
+                log.warning("report.html is not written: %s", error)
+
+    def writing(self) -> AbstractContextManager[None]:
+        """Explain failures to write into the run's directory."""
+        return naming_failures(f"{self._session.directory.root} cannot be written")
+
+    def close(self) -> None:
+        """Close them on this rank."""
+        if self._main is not None:
+            self._main.close()
+
+    def _tell(self, say: Callable[[Observers], None]) -> None:
+        with agree(self._session.layout), self.writing():
+            if self._main is not None:
+                say(self._main)
