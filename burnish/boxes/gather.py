@@ -98,8 +98,12 @@ class Gather:
         for parts, sizes in self._waves:
             sent = self._messages(have, parts, sizes)
             for part in parts:
-                held = self._elements(sent, part) if part.ranks else have[part.piece].part(part.box)
-                yield Shard(part.spec, part.all, held.reshape(part.all.sizes).to(part.spec.dtype))
+                if part.ranks:
+                    elements = self._elements(sent, part)
+                else:
+                    elements = have[part.piece].part(part.box)
+                elements = elements.reshape(part.all.sizes).to(part.spec.dtype)
+                yield Shard(part.spec, part.all, elements)
 
     @torch.no_grad()
     def _messages(self, have: Sequence[Shard], parts: Sequence[_Part], sizes: Ints) -> Tensor:
@@ -107,30 +111,30 @@ class Gather:
         rank = self._layout.rank
         world = self._layout.world
         longest = int(sizes.max())
-        own = int(self._rows[rank])
+        own_row = int(self._rows[rank])
         sent = torch.empty(world, longest, dtype=torch.uint8, device=self._device)
         for part in parts:
             if rank in part.ranks:
                 number = part.ranks.index(rank)
-                mine = have[part.piece].part(part.of(number))
-                into = sent[own, part.start : part.start + part.bytes].view(part.spec.dtype)
-                into.view(mine.shape).copy_(mine)
+                own_elements = have[part.piece].part(part.of(number))
+                into = sent[own_row, part.start : part.start + part.bytes].view(part.spec.dtype)
+                into.view(own_elements.shape).copy_(own_elements)
         if not longest:
             return sent
         if longest * world <= 2 * int(sizes.sum()):
-            self._gather(sent, own)
+            self._gather(sent, own_row)
         else:  # few ranks send anything, like pipeline stages: broadcasts move fewer bytes
             for sender in np.flatnonzero(sizes).tolist():
                 self._broadcast(sent[int(self._rows[sender]), : sizes[sender]], sender)
         return sent
 
-    def _gather(self, sent: Tensor, own: int) -> None:
+    def _gather(self, sent: Tensor, own_row: int) -> None:
         if not self._machines:
-            all_gather(sent.view(-1), sent[own].clone())
+            all_gather(sent.view(-1), sent[own_row].clone())
             return
         within, across = self._machines
         column = sent.view(within.size(), across.size(), -1)[within.rank()]
-        all_gather(column.view(-1), sent[own].clone(), group=across)
+        all_gather(column.view(-1), sent[own_row].clone(), group=across)
         all_gather(sent.view(-1), column.clone().view(-1), group=within)
 
     def _broadcast(self, message: Tensor, sender: int) -> None:
@@ -167,8 +171,8 @@ def waves_of(
     world = len(tables)
     first = sorted({*alike})
     whole_tensors = PieceTable.of((want[n], whole(want[n].shape)) for n in first)
-    held, wanted = tensors.merge(tables, [whole_tensors])
-    cover = Coverage.of(held, wanted, tensors)
+    held_pieces, wanted_pieces = tensors.merge(tables, [whole_tensors])
+    cover = Coverage.of(held_pieces, wanted_pieces, tensors)
     rows = {number: row for row, number in enumerate(first)}
     places = [place for number in first for place in range(len(own[number]))]
     by_turn: dict[int, list[list[_Part]]] = {}
@@ -198,7 +202,7 @@ def _runs(
     """
     if not everywhere.all():
         moves, everywhere = cut(moves, everywhere, wave_bytes)
-    found: list[list[_Part]] = [[] for _ in range(rows)]
+    parts_by_row: list[list[_Part]] = [[] for _ in range(rows)]
     begins = np.flatnonzero(~_continues(moves, everywhere)).tolist()
     boxes = moves.boxes
     for first, stop in pairwise([*begins, len(moves)]):
@@ -208,10 +212,11 @@ def _runs(
         shape = moves.tensors.shapes[number]
         spec = TensorSpec(name, shape, moves.tensors.dtypes[moves.dtype[first]])
         ranks = range(0) if everywhere[first] else range(source, source + stop - first)
-        has = everywhere[first] or rank in ranks
-        piece = int(moves.have[first + len(ranks[: rank - source])]) if has else -1
-        found[moves.want[first]].append(_Part(spec, boxes.box(first, len(shape)), ranks, piece, 0))
-    return found
+        has_elements = everywhere[first] or rank in ranks
+        piece = int(moves.have[first + len(ranks[: rank - source])]) if has_elements else -1
+        part = _Part(spec, boxes.box(first, len(shape)), ranks, piece, 0)
+        parts_by_row[moves.want[first]].append(part)
+    return parts_by_row
 
 
 def _by_wave(part: _Part, upto: int, wave_bytes: int) -> Iterator[tuple[int, _Part]]:
@@ -229,28 +234,28 @@ def _by_wave(part: _Part, upto: int, wave_bytes: int) -> Iterator[tuple[int, _Pa
 
 def _with_offsets(parts: Sequence[_Part], world: int) -> tuple[list[_Part], Ints]:
     ends = np.zeros(world, np.int64)
-    found = list[_Part]()
+    placed_parts = list[_Part]()
     for part in parts:
         rows = slice(part.ranks.start, part.ranks.stop)
         start = int(ends[rows].max(initial=0))
         ends[rows] = start + -(-part.bytes // ALIGN) * ALIGN
-        found.append(part._replace(start=start))
-    return found, ends
+        placed_parts.append(part._replace(start=start))
+    return placed_parts, ends
 
 
 def _continues(moves: Moves, everywhere: Ints) -> NDArray[np.bool_]:
     """Mark moves that continue the move before: next rank, next rows."""
-    found = np.zeros(len(moves), bool)
+    continues = np.zeros(len(moves), bool)
     boxes = moves.boxes
     row = boxes.offsets.copy()
     row[:, 0] -= boxes.sizes[:, 0]
-    found[1:] = (row[1:, 0] == boxes.offsets[:-1, 0]) & (np.diff(moves.source) == 1)
-    found[1:] &= (row[1:, 1:] == boxes.offsets[:-1, 1:]).all(axis=1)
-    found[1:] &= (boxes.sizes[1:] == boxes.sizes[:-1]).all(axis=1)
+    continues[1:] = (row[1:, 0] == boxes.offsets[:-1, 0]) & (np.diff(moves.source) == 1)
+    continues[1:] &= (row[1:, 1:] == boxes.offsets[:-1, 1:]).all(axis=1)
+    continues[1:] &= (boxes.sizes[1:] == boxes.sizes[:-1]).all(axis=1)
     for column in (boxes.tensor, moves.dtype, everywhere):
-        found[1:] &= column[1:] == column[:-1]
-    found &= everywhere == 0
-    return found
+        continues[1:] &= column[1:] == column[:-1]
+    continues &= everywhere == 0
+    return continues
 
 
 def assembled(pieces: Iterable[Shard]) -> Iterator[Shard]:

@@ -52,39 +52,44 @@ def _digest(tensors: Sequence[TensorSpec]) -> str:
 Tensors = tuple[TensorSpec, ...]
 
 
-def gather_tensors(mine: PieceTable, layout: Layout) -> list[Tensors]:
+def gather_tensors(own_table: PieceTable, layout: Layout) -> list[Tensors]:
     """Return every rank's tensors. Collective. Sends names only if ranks differ."""
-    digests = gather_objects(_digest(mine.tensors), layout)
-    by_digest = {digests[layout.rank]: mine.tensors}
+    digests = gather_objects(_digest(own_table.tensors), layout)
+    by_digest = {digests[layout.rank]: own_table.tensors}
     if len(set(digests)) > 1:
         is_first = digests.index(digests[layout.rank]) == layout.rank
-        names = gather_objects(mine.tensors if is_first else None, layout)
-        by_digest = {digests[rank]: each for rank, each in enumerate(names) if each is not None}
+        names = gather_objects(own_table.tensors if is_first else None, layout)
+        by_digest = {
+            digests[rank]: tensors for rank, tensors in enumerate(names) if tensors is not None
+        }
     return [by_digest[digest] for digest in digests]
 
 
 def alike_tensors(
-    mine: Sequence[Sequence[Piece]], want: Sequence[TensorSpec], layout: Layout
+    own_pieces: Sequence[Sequence[Piece]], want: Sequence[TensorSpec], layout: Layout
 ) -> list[int]:
     """Return for each wanted tensor the first one that all ranks cut alike. Collective."""
-    own = [repr((layout.rank, [(of.shape, of.dtype, box) for of, box in some])) for some in mine]
-    digests = np.array([xxhash.xxh3_64_intdigest(each.encode()) for each in own], np.uint64)
+    texts = [
+        repr((layout.rank, [(tensor.shape, tensor.dtype, box) for tensor, box in pieces]))
+        for pieces in own_pieces
+    ]
+    digests = np.array([xxhash.xxh3_64_intdigest(each.encode()) for each in texts], np.uint64)
     sums = total(torch.from_numpy(digests.view(np.int64)), layout).tolist()
     first: dict[tuple[object, ...], int] = {}
     cuts = [(spec.shape, spec.dtype, each) for spec, each in zip(want, sums, strict=True)]
     return [first.setdefault(each, number) for number, each in enumerate(cuts)]
 
 
-def gather_pieces(mine: PieceTable, layout: Layout) -> list[PieceTable]:
+def gather_pieces(own_table: PieceTable, layout: Layout) -> list[PieceTable]:
     """Return every rank's table. Collective."""
-    tensors = gather_tensors(mine, layout)
-    held = np.flatnonzero(mine.boxes.elements)
-    rows = gather_objects((mine.boxes.take(held), mine.index[held]), layout)
+    tensors = gather_tensors(own_table, layout)
+    filled = np.flatnonzero(own_table.boxes.elements)
+    rows = gather_objects((own_table.boxes.take(filled), own_table.index[filled]), layout)
     return [PieceTable(named, *each) for named, each in zip(tensors, rows, strict=True)]
 
 
 def gather_some(
-    mine: PieceTable,
+    own_table: PieceTable,
     tensors: Sequence[Tensors],
     wanted: Collection[str],
     layout: Layout,
@@ -96,7 +101,7 @@ def gather_some(
     """
     inner = layout.groups[:dims]
     outer = layout.groups[dims:]
-    near = gather_within((mine.boxes, mine.index), inner)
+    near = gather_within((own_table.boxes, own_table.index), inner)
     first = layout.rank // len(near) * len(near)
     values = list[tuple[BoxTable, Ints]]()
     for named, (boxes, index) in zip(tensors[first : first + len(near)], near, strict=True):
@@ -189,21 +194,21 @@ def _merged(
     dims: int,
 ) -> Pieces:
     """Merge tables by rank; handle consecutive ranks with the same tensors at once."""
-    found = list[Pieces]()
+    by_run = list[Pieces]()
     rank = 0
     for named, alike in groupby(tables, lambda table: (table.tensors, table.boxes.dims)):
         run = list(alike)
         rows = np.array([len(table.boxes) for table in run])
         boxes = BoxTable.concatenate([table.boxes for table in run])
-        kept = np.flatnonzero(boxes.elements)
-        boxes = boxes.take(kept)
+        filled = np.flatnonzero(boxes.elements)
+        boxes = boxes.take(filled)
         tensor, kind = numbers[named[0]]
-        more = ((0, 0), (0, dims - boxes.dims))
-        offsets = np.pad(boxes.offsets, more)
-        sizes = np.pad(boxes.sizes, more, constant_values=1)
+        padding = ((0, 0), (0, dims - boxes.dims))
+        offsets = np.pad(boxes.offsets, padding)
+        sizes = np.pad(boxes.sizes, padding, constant_values=1)
         widened = BoxTable(tensor[boxes.tensor], offsets, sizes)
-        ranks = np.repeat(np.arange(rank, rank + len(run)), rows)[kept]
-        index = np.concatenate([table.index for table in run])[kept]
-        found.append(Pieces(widened, ranks, index, kind[boxes.tensor]))
+        ranks = np.repeat(np.arange(rank, rank + len(run)), rows)[filled]
+        index = np.concatenate([table.index for table in run])[filled]
+        by_run.append(Pieces(widened, ranks, index, kind[boxes.tensor]))
         rank += len(run)
-    return Pieces.concatenate(found)
+    return Pieces.concatenate(by_run)

@@ -85,8 +85,8 @@ def plan(have: Sequence[PieceTable], want: Sequence[PieceTable]) -> Moves:
     `IncompatibleError` where shapes disagree.
     """
     tensors = TensorIndex()
-    held, wanted = tensors.merge(have, want)
-    return Coverage.of(held, wanted, tensors).moves(wanted.rank)
+    held_pieces, wanted_pieces = tensors.merge(have, want)
+    return Coverage.of(held_pieces, wanted_pieces, tensors).moves(wanted_pieces.rank)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -101,27 +101,29 @@ class Coverage:
     """Per part, the cell that it lies in."""
     boxes: BoxTable
     """Per part, its elements."""
-    held: Pieces
+    holder_pieces: Pieces
     """The holders: one row per cell and holder, sorted by cell and rank."""
-    cell_held: Ints
-    """Per row of `held`, the cell."""
+    holder_cells: Ints
+    """Per row of `holder_pieces`, the cell."""
     cells: BoxIndex
 
     @classmethod
-    def of(cls, held: Pieces, wanted: Pieces, tensors: TensorIndex) -> Coverage:
+    def of(cls, held_pieces: Pieces, wanted: Pieces, tensors: TensorIndex) -> Coverage:
         """Find the holders of all wanted elements. Raises `MissingError` naming tensor and box."""
-        return cls._of_cells(*_cells(held, tensors), wanted, tensors)
+        return cls._of_cells(*_cells(held_pieces, tensors), wanted, tensors)
 
     def of_others(self, wanted: Pieces) -> Coverage:
         """Cover other wanted pieces of the same tensors."""
-        return self._of_cells(self.cells, self.held, self.cell_held, wanted, self.tensors)
+        return self._of_cells(
+            self.cells, self.holder_pieces, self.holder_cells, wanted, self.tensors
+        )
 
     @classmethod
     def _of_cells(
         cls,
         cells: BoxIndex,
-        holders: Pieces,
-        cell_held: Ints,
+        holder_pieces: Pieces,
+        holder_cells: Ints,
         wanted: Pieces,
         tensors: TensorIndex,
     ) -> Coverage:
@@ -131,10 +133,10 @@ class Coverage:
         if len(lacking):
             row = int(lacking[0])
             raise _no_holder(wanted.boxes, row, boxes.take(want == row), tensors)
-        return cls(tensors, wanted, want, cell, boxes, holders, cell_held, cells)
+        return cls(tensors, wanted, want, cell, boxes, holder_pieces, holder_cells, cells)
 
     def holders(self) -> tuple[Ints, Ints]:
-        """Return every pair of part and row of `held`."""
+        """Return every pair of part and row of `holder_pieces`."""
         first, count = self._of_cell()
         return np.repeat(np.arange(len(self.cell)), count), ranges(first, count)
 
@@ -143,8 +145,8 @@ class Coverage:
         target = targets[self.want]
         first, count = self._of_cell()
         in_turn = first + np.arange(len(first)) % np.maximum(count, 1)
-        scale = max(self.held.rank.max(initial=0), targets.max(initial=0)) + 1
-        keys = self.cell_held * scale + self.held.rank
+        scale = max(self.holder_pieces.rank.max(initial=0), targets.max(initial=0)) + 1
+        keys = self.holder_cells * scale + self.holder_pieces.rank
         own = np.searchsorted(keys, self.cell * scale + target)
         own = np.minimum(own, len(keys) - 1)
         is_own = keys[own] == self.cell * scale + target if len(keys) else np.zeros(0, bool)
@@ -161,8 +163,8 @@ class Coverage:
         `rank` takes those from itself.
         """
         first, count = self._of_cell()
-        fresh = np.diff(self.held.rank, prepend=-1) != 0
-        fresh |= np.diff(self.cell_held, prepend=-1) != 0  # a rank may hold a cell twice
+        fresh = np.diff(self.holder_pieces.rank, prepend=-1) != 0
+        fresh |= np.diff(self.holder_cells, prepend=-1) != 0  # a rank may hold a cell twice
         ranks = np.append(0, np.cumsum(fresh))
         everywhere = (count == world) & (ranks[first + count] - ranks[first] == world)
         chosen = first + np.where(everywhere, rank, turn % np.maximum(count, 1))
@@ -171,8 +173,8 @@ class Coverage:
     def _moves(self, chosen: Ints, target: Ints) -> Moves:
         return Moves(
             self.tensors,
-            self.held.rank[chosen],
-            self.held.index[chosen],
+            self.holder_pieces.rank[chosen],
+            self.holder_pieces.index[chosen],
             target,
             self.wanted.index[self.want],
             self.boxes,
@@ -180,81 +182,83 @@ class Coverage:
         )
 
     def _of_cell(self) -> tuple[Ints, Ints]:
-        first = np.searchsorted(self.cell_held, self.cell, side="left")
-        return first, np.searchsorted(self.cell_held, self.cell, side="right") - first
+        first = np.searchsorted(self.holder_cells, self.cell, side="left")
+        return first, np.searchsorted(self.holder_cells, self.cell, side="right") - first
 
 
-def _cells(held: Pieces, tensors: TensorIndex) -> tuple[BoxIndex, Pieces, Ints]:
+def _cells(holders: Pieces, tensors: TensorIndex) -> tuple[BoxIndex, Pieces, Ints]:
     """Cut held boxes into disjoint cells; return cells, holders and each holder's cell."""
-    cells, held, cell = _distinct(held)
+    cells, holders, cell = _distinct(holders)
     index = BoxIndex(cells)
     a, b, _ = index.meeting(cells)
     overlapping = np.unique(cells.tensor[a[a != b]])
     if len(overlapping):
-        cells, held, cell = _distinct(_disjoint(held, overlapping, tensors))
+        cells, holders, cell = _distinct(_disjoint(holders, overlapping, tensors))
         index = BoxIndex(cells)
-    return index, held, cell
+    return index, holders, cell
 
 
-def _distinct(held: Pieces) -> tuple[BoxTable, Pieces, Ints]:
+def _distinct(holders: Pieces) -> tuple[BoxTable, Pieces, Ints]:
     """Return distinct boxes, holders sorted by box and rank, and each holder's box."""
-    boxes = held.boxes
+    boxes = holders.boxes
     columns = [boxes.tensor, *boxes.offsets.T, *boxes.sizes.T]
     varying = [column for column in columns if len(column) and (column != column[0]).any()]
-    order = np.lexsort((held.rank, *varying[::-1]))
-    held = held.take(order)
-    fresh = np.zeros(len(held), bool)
+    order = np.lexsort((holders.rank, *varying[::-1]))
+    holders = holders.take(order)
+    fresh = np.zeros(len(holders), bool)
     fresh[:1] = True
     for column in varying:
         fresh[1:] |= column[order[1:]] != column[order[:-1]]
-    return held.boxes.take(fresh), held, np.cumsum(fresh) - 1
+    return holders.boxes.take(fresh), holders, np.cumsum(fresh) - 1
 
 
-def _disjoint(held: Pieces, overlapping: Ints, tensors: TensorIndex) -> Pieces:
+def _disjoint(holders: Pieces, overlapping: Ints, tensors: TensorIndex) -> Pieces:
     """Cut `overlapping` tensors' pieces until any two are equal or disjoint."""
-    mixed = np.isin(held.boxes.tensor, overlapping)
+    mixed = np.isin(holders.boxes.tensor, overlapping)
     rows = []
     boxes = []
     for tensor in overlapping.tolist():
         dims = len(tensors.shapes[tensor])
         parts: list[tuple[Box, list[int]]] = []
-        for row in np.flatnonzero(held.boxes.tensor == tensor).tolist():
-            parts = _split(parts, held.boxes.box(row, dims), row)
-        for box, holders in parts:
-            rows += holders
-            boxes += [(tensor, box)] * len(holders)
-    cut = held.take(np.array(rows, np.int64))
-    cut = replace(cut, boxes=BoxTable.of(boxes, held.boxes.dims))
-    return Pieces.concatenate([held.take(~mixed), cut])
+        for row in np.flatnonzero(holders.boxes.tensor == tensor).tolist():
+            parts = _split(parts, holders.boxes.box(row, dims), row)
+        for box, part_holders in parts:
+            rows += part_holders
+            boxes += [(tensor, box)] * len(part_holders)
+    cut = holders.take(np.array(rows, np.int64))
+    cut = replace(cut, boxes=BoxTable.of(boxes, holders.boxes.dims))
+    return Pieces.concatenate([holders.take(~mixed), cut])
 
 
 def _split(parts: list[tuple[Box, list[int]]], box: Box, row: int) -> list[tuple[Box, list[int]]]:
-    found: list[tuple[Box, list[int]]] = []
-    left = [box]
+    disjoint: list[tuple[Box, list[int]]] = []
+    uncovered = [box]
     for part, holders in parts:
         common = intersect(part, box)
         if common is None:
-            found.append((part, holders))
+            disjoint.append((part, holders))
             continue
-        found += [(rest, holders) for rest in subtract(part, common)]
-        found.append((common, [*holders, row]))
-        left = [rest for each in left for rest in subtract(each, common)]
-    return found + [(rest, [row]) for rest in left]
+        disjoint += [(rest, holders) for rest in subtract(part, common)]
+        disjoint.append((common, [*holders, row]))
+        uncovered = [rest for box_left in uncovered for rest in subtract(box_left, common)]
+    return disjoint + [(rest, [row]) for rest in uncovered]
 
 
-def _no_holder(wanted: BoxTable, row: int, found: BoxTable, tensors: TensorIndex) -> MissingError:
+def _no_holder(
+    wanted: BoxTable, row: int, held_boxes: BoxTable, tensors: TensorIndex
+) -> MissingError:
     tensor = int(wanted.tensor[row])
     name = tensors.names[tensor]
     shape = tensors.shapes[tensor]
-    want = wanted.box(row, len(shape))
-    left = [want]
-    for part in range(len(found)):
-        box = found.box(part, len(shape))
-        left = [rest for each in left for rest in subtract(each, box)]
+    wanted_box = wanted.box(row, len(shape))
+    uncovered = [wanted_box]
+    for part in range(len(held_boxes)):
+        box = held_boxes.box(part, len(shape))
+        uncovered = [rest for box_left in uncovered for rest in subtract(box_left, box)]
     return MissingError(
         f"no rank holds all of tensor {name}",
-        have=f"nobody holds offsets {list(left[0].offsets)}, sizes {list(left[0].sizes)}",
-        want=f"offsets {list(want.offsets)}, sizes {list(want.sizes)} of {list(shape)}",
+        have=f"nobody holds offsets {list(uncovered[0].offsets)}, sizes {list(uncovered[0].sizes)}",
+        want=f"offsets {list(wanted_box.offsets)}, sizes {list(wanted_box.sizes)} of {list(shape)}",
     )
 
 
@@ -294,15 +298,15 @@ def schedule(
     np.maximum.at(last, group_of, number)
     schedules = list[list[Group]]()
     for rank in ranks:
-        found = [Group([], [[] for _ in range(most + 1)]) for most in last.tolist()]
-        own = np.flatnonzero((moves.source == rank) & (moves.target == rank))
-        for move, place in zip(moves.take(own), group[own].tolist(), strict=True):
-            found[place].own.append(move)
-        mine = np.flatnonzero((travelling.source == rank) | (travelling.target == rank))
-        places = zip(group_of[mine].tolist(), number[mine].tolist(), strict=True)
-        for move, (place, wave) in zip(travelling.take(mine), places, strict=True):
-            found[place].waves[wave].append(move)
-        schedules.append(found)
+        rank_groups = [Group([], [[] for _ in range(most + 1)]) for most in last.tolist()]
+        local_rows = np.flatnonzero((moves.source == rank) & (moves.target == rank))
+        for move, place in zip(moves.take(local_rows), group[local_rows].tolist(), strict=True):
+            rank_groups[place].own.append(move)
+        remote_rows = np.flatnonzero((travelling.source == rank) | (travelling.target == rank))
+        places = zip(group_of[remote_rows].tolist(), number[remote_rows].tolist(), strict=True)
+        for move, (place, wave) in zip(travelling.take(remote_rows), places, strict=True):
+            rank_groups[place].waves[wave].append(move)
+        schedules.append(rank_groups)
     return schedules
 
 
@@ -326,18 +330,18 @@ def rounds(moves: Moves, group: Ints, wave_bytes: int) -> Ints:
             waiting = np.sort(np.concatenate([waiting, new]))
         elif not len(waiting):
             break
-        for each in room:
-            each.empty()
+        for side in room:
+            side.empty()
         goes = np.ones(1, bool)
         while goes.any():
             goes = room[0].fits(waiting) & room[1].fits(waiting)
-            for each in room:
-                each.fill(waiting[goes])
+            for side in room:
+                side.fill(waiting[goes])
             number[waiting[goes]] = current
             waiting = waiting[~goes]
-    found = np.empty_like(number)
-    found[order] = number
-    return found
+    rounds_by_move = np.empty_like(number)
+    rounds_by_move[order] = number
+    return rounds_by_move
 
 
 class _Room:
@@ -369,9 +373,9 @@ def _running_totals(keys: Ints, values: Ints) -> Ints:
     order = np.argsort(keys, kind="stable")
     total = np.cumsum(values[order])
     first = np.searchsorted(keys[order], keys[order])
-    found = np.empty_like(total)
-    found[order] = total - np.where(first > 0, total[first - 1], 0)
-    return found
+    running = np.empty_like(total)
+    running[order] = total - np.where(first > 0, total[first - 1], 0)
+    return running
 
 
 def cut(moves: Moves, group: Ints, wave_bytes: int) -> tuple[Moves, Ints]:

@@ -37,20 +37,21 @@ class Columns:
         """Join rows of tables that agree in other fields."""
         joined: dict[str, Any] = {}
         for name, column in tables[0]._columns():
-            each = [getattr(table, name) for table in tables]
+            columns = [getattr(table, name) for table in tables]
             is_table = isinstance(column, Columns)
-            joined[name] = type(column).concatenate(each) if is_table else np.concatenate(each)
+            concatenate = type(column).concatenate if is_table else np.concatenate
+            joined[name] = concatenate(columns)
         return replace(tables[0], **joined)
 
     def digest(self) -> str:
         """Return a digest of all rows in order."""
-        found = xxhash.xxh3_128()
+        digest = xxhash.xxh3_128()
         for _, column in self._columns():
             if isinstance(column, Columns):
-                found.update(column.digest().encode())
+                digest.update(column.digest().encode())
             else:
-                found.update(np.ascontiguousarray(column).data)
-        return found.hexdigest()
+                digest.update(np.ascontiguousarray(column).data)
+        return digest.hexdigest()
 
     def __reduce__(self) -> tuple[Any, ...]:  # fast, because a thousand ranks exchange tables
         return type(self), tuple(getattr(self, field.name) for field in fields(self))
@@ -120,20 +121,20 @@ class BoxIndex:
     def meeting(self, others: BoxTable) -> tuple[Ints, Ints, BoxTable]:
         """Return overlapping pairs: row of `others` (ascending), row here, common box."""
         starts = range(0, max(len(others), 1), _ROWS_AT_ONCE)
-        found = [self._meeting(others.take(slice(at, at + _ROWS_AT_ONCE))) for at in starts]
-        theirs = [rows + at for at, (rows, _, _) in zip(starts, found, strict=True)]
-        mine = [rows for _, rows, _ in found]
-        boxes = [each for _, _, each in found]
-        return np.concatenate(theirs), np.concatenate(mine), BoxTable.concatenate(boxes)
+        meetings = [self._meeting(others.take(slice(at, at + _ROWS_AT_ONCE))) for at in starts]
+        other_rows = [rows + at for at, (rows, _, _) in zip(starts, meetings, strict=True)]
+        own_rows = [rows for _, rows, _ in meetings]
+        common = [boxes for _, _, boxes in meetings]
+        return np.concatenate(other_rows), np.concatenate(own_rows), BoxTable.concatenate(common)
 
     def _meeting(self, others: BoxTable) -> tuple[Ints, Ints, BoxTable]:
-        theirs, mine = self._candidates(others)
-        a = others.take(theirs)
-        b = self._boxes.take(mine)
+        other_rows, own_rows = self._candidates(others)
+        a = others.take(other_rows)
+        b = self._boxes.take(own_rows)
         starts = np.maximum(a.offsets, b.offsets)
         sizes = np.minimum(a.offsets + a.sizes, b.offsets + b.sizes) - starts
         meet = np.flatnonzero((sizes > 0).all(axis=1))
-        return theirs[meet], mine[meet], BoxTable(a.tensor[meet], starts[meet], sizes[meet])
+        return other_rows[meet], own_rows[meet], BoxTable(a.tensor[meet], starts[meet], sizes[meet])
 
     def _candidates(self, others: BoxTable) -> tuple[Ints, Ints]:
         begin, end = self._spans(others)
@@ -183,7 +184,7 @@ def flat_ranges(shapes: Ints, starts: Ints, stops: Ints) -> tuple[Ints, Ints, In
     starts = starts[rows]
     stops = stops[rows]
     offsets = np.zeros((len(rows), shapes.shape[1]), np.int64)
-    found: list[tuple[Ints, Ints, Ints]] = []
+    boxes: list[tuple[Ints, Ints, Ints]] = []
     for dim in range(shapes.shape[1]):
         inner = np.prod(shapes[rows, dim + 1 :], axis=1, dtype=np.int64)
         first, head = np.divmod(starts, inner)
@@ -197,18 +198,19 @@ def flat_ranges(shapes: Ints, starts: Ints, stops: Ints) -> tuple[Ints, Ints, In
         box_sizes = np.ones_like(box_offsets)
         box_sizes[:, dim] = (last - body)[full]
         box_sizes[:, dim + 1 :] = shapes[rows[full], dim + 1 :]
-        found.append((rows[full], box_offsets, box_sizes))
-        begins = ~within & (head > 0)
-        ends = ~within & (tail > 0)
-        kept = [np.flatnonzero(mask) for mask in (within, begins, ends)]
-        index = np.concatenate([first[kept[0]], first[kept[1]], last[kept[2]]])
-        starts = np.concatenate([head[kept[0]], head[kept[1]], np.zeros_like(kept[2])])
-        stops = np.concatenate([tail[kept[0]], inner[kept[1]], tail[kept[2]]])
-        rest = np.concatenate(kept)
+        boxes.append((rows[full], box_offsets, box_sizes))
+        # The next dim divides what lies within one index, before the whole indices (heads) and after them (tails).
+        inside = np.flatnonzero(within)
+        heads = np.flatnonzero(~within & (head > 0))
+        tails = np.flatnonzero(~within & (tail > 0))
+        index = np.concatenate([first[inside], first[heads], last[tails]])
+        starts = np.concatenate([head[inside], head[heads], np.zeros_like(tails)])
+        stops = np.concatenate([tail[inside], inner[heads], tail[tails]])
+        rest = np.concatenate([inside, heads, tails])
         rows = rows[rest]
         offsets = offsets[rest]
         offsets[:, dim] = index
-    row, box_offsets, box_sizes = (np.concatenate(parts) for parts in zip(*found, strict=True))
+    row, box_offsets, box_sizes = (np.concatenate(parts) for parts in zip(*boxes, strict=True))
     return row, box_offsets, box_sizes
 
 

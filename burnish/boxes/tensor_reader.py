@@ -96,14 +96,14 @@ def locate(directory: PurePath, headers: Iterable[tuple[str, str, Header]]) -> d
 
     Raises `CorruptError` for a tensor in two files, `IncompatibleError` for a dtype that torch lacks.
     """
-    found: dict[str, Location] = {}
+    locations: dict[str, Location] = {}
     for prefix, file, header in headers:
         for entry in header.entries.values():
             key = f"{prefix}{entry.name}"
-            if key in found:
+            if key in locations:
                 raise CorruptError(
                     f"tensor {key} is in two files of {directory}",
-                    have=f"{found[key].file} and {file}",
+                    have=f"{locations[key].file} and {file}",
                     do="remove the file that is not the model's",
                 )
             if entry.dtype not in TORCH_DTYPES:
@@ -113,8 +113,8 @@ def locate(directory: PurePath, headers: Iterable[tuple[str, str, Header]]) -> d
                     want=", ".join(TORCH_DTYPES),
                     do="convert it with the program that wrote it",
                 )
-            found[key] = Location(file, entry)
-    return found
+            locations[key] = Location(file, entry)
+    return locations
 
 
 class TensorReader(Closing, ABC):
@@ -183,9 +183,9 @@ class TensorReader(Closing, ABC):
         return [(key, copy)]
 
     def _read_run(self, sources: Sources, start: int, into: Tensor) -> None:
-        [(key, put), *more] = sources
+        [(key, put), *other_sources] = sources
         at = self.locations[key]
-        if not more and put is copy and into.is_cpu and into.dtype == at.dtype:
+        if not other_sources and put is copy and into.is_cpu and into.dtype == at.dtype:
             self._read_bytes(at.file, bytes_of(into), at.offset(start))
             return
         for first, put, elements in self._elements(sources, start, start + len(into)):
@@ -196,8 +196,8 @@ class TensorReader(Closing, ABC):
             for run in flat_range(shape, first, first + len(elements)):
                 if (common := intersect(run, box)) is not None:
                     part = elements[_flat(shape, run.offsets) - first :][: run.elements]
-                    found = part.view(run.sizes)[common.relative_to(run).slices]
-                    put(found, into[common.relative_to(box).slices])
+                    common_elements = part.view(run.sizes)[common.relative_to(run).slices]
+                    put(common_elements, into[common.relative_to(box).slices])
 
     def _elements(
         self, sources: Sources, first: int, last: int
@@ -283,14 +283,16 @@ def _tensor_infos(locations: Mapping[str, Location]) -> dict[str, TensorInfo]:
 
     narrow = {
         set_of(key)
-        for key, each in locations.items()
-        if each.dtype.is_floating_point and each.dtype.itemsize < torch.float32.itemsize
+        for key, location in locations.items()
+        if location.dtype.is_floating_point and location.dtype.itemsize < torch.float32.itemsize
     }
     return {
         key: TensorInfo(
-            each.dtype, each.entry.shape, each.dtype == torch.float32 and set_of(key) in narrow
+            location.dtype,
+            location.entry.shape,
+            location.dtype == torch.float32 and set_of(key) in narrow,
         )
-        for key, each in locations.items()
+        for key, location in locations.items()
     }
 
 

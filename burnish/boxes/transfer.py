@@ -134,10 +134,10 @@ def accelerator_of(shards: Iterable[Shard]) -> torch.device | None:
 
 
 def meeting_place(
-    devices: Sequence[torch.device | None], mine: torch.device | None
+    devices: Sequence[torch.device | None], own_device: torch.device | None
 ) -> torch.device:
     """Choose an `Exchange`'s device from every rank's `accelerator_of`."""
-    if mine is not None:
-        return mine
+    if own_device is not None:
+        return own_device
     kind = next((device.type for device in devices if device is not None), "cpu")
     return torch.device(kind)

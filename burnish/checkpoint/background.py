@@ -315,8 +315,8 @@ class BackgroundSaver:
             if layout.is_main:
                 with suppress(OSError):
                     committed = saver.holds(step)
-                if (left := saver.discard(step)) is not None:
-                    _log.error("%s", left)
+                if (failure := saver.discard(step)) is not None:
+                    _log.error("%s", failure)
         return from_main(committed, layout)
 
     def _meeting(self) -> tuple[str, int] | None:

@@ -41,7 +41,7 @@ class KeptFile:
     @classmethod
     def write(cls, path: Path, tensors: Mapping[str, TensorInfo], read: Read) -> KeptFile:
         """Copy tensors into a file, some MiB at a time; the file appears whole. Raises `OSError`, and as `read` does."""
-        described = [(n, dtype_name(each.dtype, n), each.shape) for n, each in tensors.items()]
+        described = [(n, dtype_name(info.dtype, n), info.shape) for n, info in tensors.items()]
         header, _ = build_header(described, {"format": "pt"})
         digest = xxhash.xxh3_128(header)
         partial = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
@@ -49,8 +49,8 @@ class KeptFile:
         try:
             with partial.open("xb") as file:
                 file.write(header)
-                for name, each in tensors.items():
-                    for start, stop in chunks(each.elements, _CHUNK):
+                for name, info in tensors.items():
+                    for start, stop in chunks(info.elements, _CHUNK):
                         data = bytes_of(read(name, start, stop))
                         file.write(data)
                         digest.update(data)
@@ -91,6 +91,6 @@ def keep(
             file = KeptFile.write(path, composite.rest, reader.read_range)
     else:
         file = KeptFile.write(path, composite.rest, step.read)
-    said = "the language model of %s is trained; %d other tensors are saved as they are: %s"
-    _log.info(said, composite.directory, len(composite.rest), few(list(composite.rest)))
+    message = "the language model of %s is trained; %d other tensors are saved as they are: %s"
+    _log.info(message, composite.directory, len(composite.rest), few(list(composite.rest)))
     return file.tensors

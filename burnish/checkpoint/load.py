@@ -127,13 +127,13 @@ def _read_headers(step: CommittedStep, names: Iterable[str]) -> dict[str, Header
 
 def _residuals(keys: Iterable[str]) -> dict[str, str]:
     known = set(keys)
-    found = {}
+    residuals = {}
     for key in known:
         role, slash, name = key.partition(f"{RESIDUAL}/")
         weight = f"{role}{MODEL}/{name}"
         if slash and (not role or role.endswith("/")) and weight in known:
-            found[weight] = key
-    return found
+            residuals[weight] = key
+    return residuals
 
 
 class CheckpointSource:
@@ -149,8 +149,10 @@ class CheckpointSource:
         self._layout = layout
         names = _tensor_files(committed)
         with agree(layout):
-            mine = _read_headers(committed, names[layout.rank :: layout.world])
-        headers = {name: h for theirs in gather_objects(mine, layout) for name, h in theirs.items()}
+            own_headers = _read_headers(committed, names[layout.rank :: layout.world])
+        headers = dict[str, Header]()
+        for rank_headers in gather_objects(own_headers, layout):
+            headers |= rank_headers
         with agree(layout):
             headers = {name: headers[name] for name in names}
             self._reader = StepReader(committed, headers, arena)
@@ -175,13 +177,13 @@ class CheckpointSource:
     def files(self, below: str) -> dict[str, bytes]:
         """Return all files below a directory ("ahead/"), by path, to rank 0. Collective, errors included."""
         step = self._step
-        found = dict[str, bytes]()
+        contents = dict[str, bytes]()
         names = [name for name in step.manifest.files if name.startswith(below)]
         if names:
             with agree(self._layout), naming_failures(f"{step.path} cannot be read"):
                 if self._layout.is_main:
-                    found = {name: read_file(step, name) for name in names}
-        return found
+                    contents = {name: read_file(step, name) for name in names}
+        return contents
 
     def require(
         self,
@@ -193,16 +195,20 @@ class CheckpointSource:
 
         Raises `MissingError` if it only lacks tensors, else `IncompatibleError`.
         """
-        weights, training = (
-            [renamed(s, self._names) for s in each] for each in (weights, training)
-        )
-        mine = {f"{MODEL}/{s.spec.name}": (s.tensor.dtype, s.spec.shape) for s in weights}
-        mine |= {s.spec.name: (s.tensor.dtype, s.spec.shape) for s in training}
-        mine |= {f"{MODEL}/{name}": (each.dtype, each.shape) for name, each in (rest or {}).items()}
+        weights = [renamed(shard, self._names) for shard in weights]
+        training = [renamed(shard, self._names) for shard in training]
+        own_tensors = {f"{MODEL}/{s.spec.name}": (s.tensor.dtype, s.spec.shape) for s in weights}
+        own_tensors |= {s.spec.name: (s.tensor.dtype, s.spec.shape) for s in training}
+        for name, info in (rest or {}).items():
+            own_tensors[f"{MODEL}/{name}"] = (info.dtype, info.shape)
         stored = self._stored()
-        misfits = {key: each for key, each in mine.items() if stored.get(key) != each}
-        gathered = gather_objects((misfits, stored.keys() - mine.keys()), self._layout)
-        want = {key: each for theirs, _ in gathered for key, each in theirs.items()}
+        misfits = {
+            key: own_tensors[key] for key in own_tensors if stored.get(key) != own_tensors[key]
+        }
+        gathered = gather_objects((misfits, stored.keys() - own_tensors.keys()), self._layout)
+        want = dict[str, _Described]()
+        for rank_misfits, _ in gathered:
+            want |= rank_misfits
         if absent := sorted(_sets(want) - _sets(stored)):
             raise MissingError(
                 f"{self._step.path} has no optimizer state {', '.join(absent)}",
@@ -230,12 +236,12 @@ class CheckpointSource:
         return bool(_sets(self._stored()) - {MODEL})
 
     def _stored(self) -> dict[str, _Described]:
-        found = {}
+        stored = {}
         for key, info in self._reader.tensors.items():
             tensor_set = set_of(self._reader.locations[key].file) or ""
             if tensor_set.rpartition("/")[0] == self._prefix.rstrip("/"):
-                found[key.removeprefix(self._prefix)] = (info.dtype, info.shape)
-        return found
+                stored[key.removeprefix(self._prefix)] = (info.dtype, info.shape)
+        return stored
 
     def fill(self, shards: Iterable[Shard]) -> None:
         """See `ShardSource.fill`. Collective, errors included. Also raises `CorruptError` for a damaged block."""
@@ -249,17 +255,17 @@ class CheckpointSource:
             places = self._reader.locations
             keyed.sort(key=lambda each: (places[each[0]].file, places[each[0]].entry.begin))
             with ThreadPoolExecutor(readers, "burnish-read") as pool:
-                left = iter(keyed)
-                for done in [pool.submit(self._read_all, left) for _ in range(readers)]:
-                    done.result()
+                unread = iter(keyed)
+                for reading in [pool.submit(self._read_all, unread) for _ in range(readers)]:
+                    reading.result()
 
-    def _read_all(self, left: Iterator[tuple[str, Shard]]) -> None:
+    def _read_all(self, unread: Iterator[tuple[str, Shard]]) -> None:
         """Fill shards from an iterator that threads share. After an error, exhaust it."""
         try:
-            for key, shard in left:
+            for key, shard in unread:
                 self._reader.read(key, shard.box, shard.tensor)
         except BaseException:
-            deque(left, maxlen=0)
+            deque(unread, maxlen=0)
             raise
 
     def _checked(self, shard: Shard) -> str:

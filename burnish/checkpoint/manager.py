@@ -253,11 +253,11 @@ class Checkpoints:
         """Settle the mirror; return why it is not in sync. Remove the steps that waited for it."""
         if self._mirror is None:
             return None
-        left = self._mirror.settle(seconds, stopped, show)
+        problem = self._mirror.settle(seconds, stopped, show)
         with agree(self._layout), naming_failures(f"{self._root} cannot be cleared"):
             if self._layout.is_main:
                 _log_failed_removals(self._saver.let_go())
-        return left
+        return problem
 
     def resume(self, load: Load, arena: Arena | None = None) -> Resumed | None:
         """Load the newest usable step of disk and mirror; None if nothing was ever committed.

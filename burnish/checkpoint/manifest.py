@@ -95,8 +95,8 @@ class Manifest:
     def encode(self) -> bytes:
         """Return the file's bytes."""
         files = {
-            path: {"size": each.size, "block_bytes": each.block_bytes, "blocks": each.blocks}
-            for path, each in self.files.items()
+            path: {"size": record.size, "block_bytes": record.block_bytes, "blocks": record.blocks}
+            for path, record in self.files.items()
         }
         fields = {"uuid": self.uuid, "step": self.step, "world": self.world, "files": files}
         return encode_json({"format": FORMAT, **fields})
@@ -135,17 +135,17 @@ def block_hash(data: Bytes) -> str:
 def block_hashes(pieces: Iterable[memoryview], block_bytes: int) -> Iterator[str]:
     """Yield the hashes of the joined `pieces`' blocks."""
     digest = xxhash.xxh3_128()
-    left = block_bytes
+    bytes_left = block_bytes
     for piece in pieces:
-        while len(piece) >= left:
-            digest.update(piece[:left])
+        while len(piece) >= bytes_left:
+            digest.update(piece[:bytes_left])
             yield digest.hexdigest()
-            piece = piece[left:]
+            piece = piece[bytes_left:]
             digest = xxhash.xxh3_128()
-            left = block_bytes
+            bytes_left = block_bytes
         digest.update(piece)
-        left -= len(piece)
-    if left < block_bytes:
+        bytes_left -= len(piece)
+    if bytes_left < block_bytes:
         yield digest.hexdigest()
 
 
@@ -172,9 +172,9 @@ def parse_commit(data: bytes, what: str) -> Commit:
     digest = value.pop("sha256", None)
     if digest != sha256(encode_json(value)):
         raise CorruptError(f"{what} does not have the digest that it names", do=ANOTHER_STEP)
-    found = value.pop("format", None)
-    if type(found) is not int or found != FORMAT:
-        raise _other_format(what, str(found))
+    format_number = value.pop("format", None)
+    if type(format_number) is not int or format_number != FORMAT:
+        raise _other_format(what, str(format_number))
     _check_types(value, what)
     return Commit(**value)
 
@@ -215,12 +215,12 @@ def _read_files(data: bytes, what: str) -> tuple[dict[str, FileRecord], int]:
     files: dict[str, FileRecord] = {}
     at = head.end()
     last = ""
-    more = True
-    while more:
-        found = _FILE.match(data, at)
-        if found is None:
+    has_next = True
+    while has_next:
+        match = _FILE.match(data, at)
+        if match is None:
             raise _unexpected(data, at, what)
-        quoted, block_bytes, lines, size, comma = found.groups(b"")
+        quoted, block_bytes, lines, size, comma = match.groups(b"")
         path = _text(quoted, at, what)
         _check_path(path, what)
         if path <= last or len(files) == MAX_FILES:
@@ -237,9 +237,9 @@ def _read_files(data: bytes, what: str) -> tuple[dict[str, FileRecord], int]:
                 do=ANOTHER_STEP,
             )
         files[path] = record
-        at = found.end()
+        at = match.end()
         last = path
-        more = bool(comma)
+        has_next = bool(comma)
     return files, at
 
 
@@ -260,9 +260,9 @@ def _unexpected(data: bytes, at: int, what: str, want: str | None = None) -> Cor
 
 def _text(quoted: bytes, at: int, what: str) -> str:
     with suppress(ValueError):
-        found: str = json.loads(quoted)
-        if json.dumps(found).encode() == quoted:
-            return found
+        text: str = json.loads(quoted)
+        if json.dumps(text).encode() == quoted:
+            return text
     raise _unexpected(quoted, 0, what, f"a string as Burnish writes it, at or after byte {at}")
 
 
@@ -276,25 +276,25 @@ def _check_path(path: str, what: str) -> None:
         )
 
 
-def _other_format(what: str, found: str) -> IncompatibleError:
+def _other_format(what: str, format_text: str) -> IncompatibleError:
     return IncompatibleError(
         f"{what} is of a format that this version does not read",
-        have=f"format {clipped(found)}",
+        have=f"format {clipped(format_text)}",
         want=f"format {FORMAT}",
         do="use the version of Burnish that wrote it, or a later one",
     )
 
 
-def _check_types(value: dict[str, Any], what: str) -> None:
+def _check_types(fields: dict[str, Any], what: str) -> None:
     kinds = {"str": str, "int": int, "bool": bool}
-    wanted = {name: kinds[text] for name, text in Commit.__annotations__.items()}
-    for name in sorted(wanted.keys() | value.keys()):
-        found = value.get(name)
-        kind = wanted.get(name)
-        if type(found) is not kind or (isinstance(found, int) and found < 0):
+    field_types = {name: kinds[text] for name, text in Commit.__annotations__.items()}
+    for name in sorted(field_types.keys() | fields.keys()):
+        value = fields.get(name)
+        kind = field_types.get(name)
+        if type(value) is not kind or (isinstance(value, int) and value < 0):
             raise CorruptError(
                 f"{what} has a wrong field {clipped(name)}",
-                have=shortened(found),
+                have=shortened(value),
                 want=f"{kind.__name__}, 0 or more if a number" if kind else "no such field",
                 do=ANOTHER_STEP,
             )

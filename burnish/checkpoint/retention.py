@@ -98,10 +98,10 @@ class StepFacts:
 
 def completed(steps: Collection[StepFacts]) -> list[StepFacts]:
     """Add to each step the validation results that later steps record."""
-    later = {step: found for each in steps for step, found in each.later.items()}
+    later = {step: results for facts in steps for step, results in facts.later.items()}
     return [
-        replace(each, measured={**_mapping(later.get(str(each.step))), **each.measured})
-        for each in steps
+        replace(facts, measured={**_mapping(later.get(str(facts.step))), **facts.measured})
+        for facts in steps
     ]
 
 
@@ -109,9 +109,9 @@ def best(steps: Collection[StepFacts], which: KeepBestConfig) -> set[int]:
     """Return the healthy steps with a metric's best values, the newer of equals."""
     sign = 1 if which.mode == "max" else -1
     values = [
-        (sign * value, each.step)
-        for each in steps
-        if each.healthy and (value := _number(each.measured.get(which.metric or ""))) is not None
+        (sign * value, facts.step)
+        for facts in steps
+        if facts.healthy and (value := _number(facts.measured.get(which.metric or ""))) is not None
     ]
     return {step for _, step in sorted(values, reverse=True)[: which.count]}
 
@@ -150,12 +150,13 @@ class Retention:
 
         An unhealthy step displaces no other. It goes when older than the steps that `keep_last` keeps.
         """
-        healthy = sorted(each.step for each in steps if each.healthy)
+        healthy = sorted(facts.step for facts in steps if facts.healthy)
         oldest = healthy[-self.keep_last] if len(healthy) >= self.keep_last else 0
-        kept = {*pins, *best(steps, self.keep_best)}
+        kept_steps = {*pins, *best(steps, self.keep_best)}
         if self.keep_every:
-            kept |= {step for step in healthy if step % self.keep_every == 0}
-        return sorted(each.step for each in steps if each.step < oldest and each.step not in kept)
+            kept_steps |= {step for step in healthy if step % self.keep_every == 0}
+        old = sorted(facts.step for facts in steps if facts.step < oldest)
+        return [step for step in old if step not in kept_steps]
 
     def removable(self, root: Path, storage: LocalStorage, pins: Iterable[int]) -> list[int]:
         """Return the outlived steps that do not wait for a mirror."""
@@ -201,7 +202,7 @@ class Retention:
 
     def facts(self, paths: Iterable[PurePath], storage: Source) -> list[StepFacts]:
         """Return the facts of the readable steps; log the others."""
-        found = []
+        facts = []
         for path in paths:
             try:
                 commit = read_commit(path, storage)
@@ -214,9 +215,10 @@ class Retention:
                     state = open_step(path, storage).state
                 except (CorruptError, IncompatibleError) as error:
                     _log.warning("a step counts as not measured: %s", error)
-            measured, later = (_mapping(state.get(name)) for name in (MEASURED, MEASURED_LATER))
-            found.append(StepFacts(commit.step, commit.healthy, measured, later, commit.uuid))
-        return found
+            measured = _mapping(state.get(MEASURED))
+            later = _mapping(state.get(MEASURED_LATER))
+            facts.append(StepFacts(commit.step, commit.healthy, measured, later, commit.uuid))
+        return facts
 
 
 def read_mirrored(root: Path, url: str, storage: LocalStorage) -> dict[int, str]:

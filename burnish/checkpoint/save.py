@@ -85,7 +85,7 @@ class ModelContents:
     """Rank 0: config.json and tokenizer files, by path below the model's directory."""
     whole: frozenset[str] = frozenset()
     """Names of fp32 weights that are never split: their family keeps them in fp32."""
-    kept: Callable[[], Mapping[str, Tensor]] | None = None
+    untrained: Callable[[], Mapping[str, Tensor]] | None = None
     """Rank 0: returns whole tensors that are not trained, by name; they are saved as they are (`burnish.checkpoint.kept`)."""
 
 
@@ -463,7 +463,7 @@ class Saver:
 
 
 def _stored(contents: Contents) -> Iterator[StoredShard]:
-    taken = {MODEL, RESIDUAL, *contents.models}
+    reserved_names = {MODEL, RESIDUAL, *contents.models}
     for role, model in contents.models.items():
         prefix = prefix_of(role)
         for shard in model.weights:
@@ -478,12 +478,12 @@ def _stored(contents: Contents) -> Iterator[StoredShard]:
             else:
                 spec = TensorSpec(key, shape, dtype)
                 yield StoredShard(shard, spec, checked=contents.check_finite)
-        for name, tensor in (model.kept() if model.kept else {}).items():
+        for name, tensor in (model.untrained() if model.untrained else {}).items():
             spec = TensorSpec(f"{prefix}{MODEL}/{name}", tuple(tensor.shape), tensor.dtype)
             yield StoredShard(Shard(spec, whole(spec.shape), tensor), spec)
         for shard in model.training:
             slot, _, name = shard.spec.name.partition("/")
-            if not name or slot in taken or not slot.isidentifier():
+            if not name or slot in reserved_names or not slot.isidentifier():
                 raise ValueError(f"{shard.spec.name!r} is not the name of a slot and a weight")
             key = f"{prefix}{slot}/{name}"
             yield StoredShard(shard, TensorSpec(key, shard.spec.shape, shard.tensor.dtype))
@@ -526,17 +526,17 @@ def check_new(root: Path, step: int, storage: LocalStorage) -> None:
 def _all_hashes(outline: Outline, hashes: Iterable[BlockHashes]) -> list[list[str]]:
     """Return the hashes of every file. Raises `BurnishError` unless every block has exactly one."""
     by_file = [[""] * outline.blocks_in(file) for file in outline.files]
-    wanted = sum(map(len, by_file))
+    planned = sum(map(len, by_file))
     written = 0
     for file, first, digests in chain.from_iterable(hashes):
         by_file[file][first : first + len(digests)] = digests
         written += len(digests)
     missing = sum(file_hashes.count("") for file_hashes in by_file)
-    if written != wanted or missing:
+    if written != planned or missing:
         raise BurnishError(
             "ranks wrote other blocks than were planned",
             have=f"{written} blocks written, {missing} by no rank",
-            want=f"{wanted} blocks, each by one rank",
+            want=f"{planned} blocks, each by one rank",
             do="see that all ranks run the same version; if they do, this is a bug in Burnish",
         )
     return by_file

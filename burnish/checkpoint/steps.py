@@ -87,11 +87,11 @@ def step_number(name: str) -> int | None:
 
 def step_paths(root: P, storage: Source) -> dict[int, P]:
     """Return everything with a step's name, oldest first."""
-    found: dict[int, P] = {}
+    paths: dict[int, P] = {}
     for entry in storage.entries(root):
         if (step := step_number(entry.name)) is not None:
-            found[step] = root / entry.name
-    return dict(sorted(found.items()))
+            paths[step] = root / entry.name
+    return dict(sorted(paths.items()))
 
 
 def read_commit(path: PurePath, storage: Source) -> Commit:
@@ -300,9 +300,9 @@ def verify_files(step: CommittedStep, names: Iterable[str]) -> Iterator[CorruptE
         record = step.manifest.files[name]
         buffer = buffers.get()
         data = buffer[: min(_run(record), record.size - start)]
-        found = _damages(file, step, name, start // record.block_bytes, data)
+        errors = _damages(file, step, name, start // record.block_bytes, data)
         buffers.put(buffer)
-        return found
+        return errors
 
     with ThreadPoolExecutor(threads) as pool:
         for name in names:
@@ -310,9 +310,9 @@ def verify_files(step: CommittedStep, names: Iterable[str]) -> Iterator[CorruptE
             is_whole = True
             with step.source.open(step.path / name) as file:
                 starts = range(0, record.size, _run(record))
-                for found in pool.map(partial(damages, file, name), starts):
-                    is_whole = is_whole and not found
-                    yield from found
+                for errors in pool.map(partial(damages, file, name), starts):
+                    is_whole = is_whole and not errors
+                    yield from errors
             if is_whole and name.endswith(SUFFIX):
                 yield from _header_problem(step, name)
 
@@ -367,9 +367,9 @@ def checked_header(step: CommittedStep, name: str) -> Header:
     with step.source.open(path) as file:
         while len(data) < size:  # the first block says how long the header is
             stop = min(-(-size // record.block_bytes) * record.block_bytes, record.size)
-            more = bytearray(stop - len(data))
-            read_blocks(file, step, name, len(data) // record.block_bytes, memoryview(more))
-            data += more
+            next_blocks = bytearray(stop - len(data))
+            read_blocks(file, step, name, len(data) // record.block_bytes, memoryview(next_blocks))
+            data += next_blocks
             size = header_size(path, data, record.size)
     return parse_header(path, data[:size], record.size)
 
@@ -387,19 +387,19 @@ def read_blocks(
     for start in range(0, len(into), run):
         blocks = into[start : start + run]
         number = first + start // size
-        ended = None
+        early_end = None
         try:
             file.pread_into(blocks, number * size)
         except EOFError as error:
-            ended = str(error)
+            early_end = str(error)
         for at in range(0, len(blocks), size):
-            found = ended or block_hash(blocks[at : at + size])
-            if found != record.blocks[number + at // size]:
-                raise _damage(file, step, name, number + at // size, found)
+            actual = early_end or block_hash(blocks[at : at + size])
+            if actual != record.blocks[number + at // size]:
+                raise _damage(file, step, name, number + at // size, actual)
 
 
 def _damage(
-    file: ReadableFile, step: CommittedStep, name: str, number: int, found: str
+    file: ReadableFile, step: CommittedStep, name: str, number: int, actual: str
 ) -> DamagedBlock:
     record = step.manifest.files[name]
     path = step.path / name
@@ -408,7 +408,7 @@ def _damage(
     holds = _tensors(file, step, name, start, stop)
     error = DamagedBlock(
         f"{path} is damaged: bytes {start} to {stop} are not those that were written",
-        have=f"{found}; they hold {few(holds) or 'no tensor'}",
+        have=f"{actual}; they hold {few(holds) or 'no tensor'}",
         want=record.blocks[number],
         do="use another checkpoint, and check the disk",
     )

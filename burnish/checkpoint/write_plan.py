@@ -414,7 +414,7 @@ class PlannedSection:
     def writers(self, coverage: Coverage, block: Ints, blocks: int, world: int) -> Ints:
         """Return the writer of each of the section's `blocks`; `block` has the block of each wanted piece."""
         part, holder = coverage.holders()
-        rank = coverage.held.rank[holder]
+        rank = coverage.holder_pieces.rank[holder]
         if self.turns > 1:
             may_write = rank % self.turns == self.turn
             part = part[may_write]
@@ -484,10 +484,10 @@ class Outline:
     ) -> list[WriteShare]:
         """Plan a section of a save by `world` ranks; return the shares of `ranks`. Raises `MissingError` for an incomplete tensor."""
         tensors = TensorIndex()
-        [held] = tensors.merge(have)
+        [held_pieces] = tensors.merge(have)
         blocks = self.blocks.take(section.blocks)
         parts = Parts.of(self.files, blocks, tensors)
-        coverage = Coverage.of(held, parts.pieces, tensors)
+        coverage = Coverage.of(held_pieces, parts.pieces, tensors)
         writer = section.writers(coverage, parts.span, len(blocks.file), world)
         spans, writer = blocks.joined(writer, _SPAN_BYTES)
         # A rank assembles whole spans, so the tensors are cut again, where spans begin and not where blocks do.
@@ -578,19 +578,19 @@ def _planners(layout: Layout) -> tuple[int, int]:
 
 
 def _stored(by_rank: Iterable[Sequence[TensorSpec]], roles: Iterable[str]) -> list[StoredTensor]:
-    found: dict[str, StoredTensor] = {}
+    stored_tensors: dict[str, StoredTensor] = {}
     for tensors, _ in groupby(by_rank):  # usually all ranks have the same tensors
         for key, shape, dtype in tensors:
             tensor_set, name = key_parts(key, roles)
             stored = StoredTensor(tensor_set, name, dtype_name(dtype, name), shape)
-            if found.setdefault(key, stored) != stored:
+            if stored_tensors.setdefault(key, stored) != stored:
                 raise BurnishError(
                     f"ranks disagree about tensor {key}",
-                    have=f"{found[key].dtype} {list(found[key].shape)}",
+                    have=f"{stored_tensors[key].dtype} {list(stored_tensors[key].shape)}",
                     want=f"{stored.dtype} {list(shape)}",
                     do="start all ranks with one configuration and one model",
                 )
-    return list(found.values())
+    return list(stored_tensors.values())
 
 
 def rounded(x: Tensor, into: Tensor) -> None:

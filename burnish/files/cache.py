@@ -26,15 +26,16 @@ def made_once(name: str, make: Callable[[], bytes]) -> bytes:
     A damaged cache file is made again.
     """
     path = cache_root() / name
-    with ExitStack() as held:
+    with ExitStack() as stack:
         with suppress(OSError):  # a file system without locks, or no place for a cache
             path.parent.mkdir(parents=True, exist_ok=True)
-            held.enter_context(locked(path.with_name(f"{path.name}.lock")))
+            stack.enter_context(locked(path.with_name(f"{path.name}.lock")))
         with suppress(OSError):
             digest, _, content = path.read_bytes().partition(b"\n")
             if xxhash.xxh3_128_hexdigest(content).encode() == digest:
                 return content
-        made = make()
+        new_content = make()
         with suppress(OSError):
-            write_durably(LOCAL, path, xxhash.xxh3_128_hexdigest(made).encode() + b"\n" + made)
-        return made
+            digest = xxhash.xxh3_128_hexdigest(new_content).encode()
+            write_durably(LOCAL, path, digest + b"\n" + new_content)
+        return new_content

@@ -103,10 +103,10 @@ def read_whole(storage: Source, path: PurePath, limit: int) -> bytes:
 def move_aside(storage: LocalStorage, path: Path, directory: Path) -> Path:
     """Rename something into `directory` durably; return its new path. A taken name gets a number."""
     storage.make_dirs(directory)
-    taken = {entry.name for entry in storage.entries(directory)}
+    taken_names = {entry.name for entry in storage.entries(directory)}
     name = path.name
     number = 1
-    while name in taken:
+    while name in taken_names:
         number += 1
         name = f"{path.name}.{number}"
     storage.rename(path, directory / name)

@@ -63,18 +63,18 @@ class HubPlace:
         if not isinstance(text, str):
             return None
         if text.startswith("hf://"):
-            found = _URL.fullmatch(text)
-            given: Kind = "dataset" if found and found["data"] else "model"
-            if found is None or (kind == "model" and given == "dataset"):
+            url_match = _URL.fullmatch(text)
+            url_kind: Kind = "dataset" if url_match and url_match["data"] else "model"
+            if url_match is None or (kind == "model" and url_kind == "dataset"):
                 raise UsageError(
                     f"{redacted(text)} names no {kind} of the hub",
                     want=f"hf://{'datasets/' if kind == 'dataset' else ''}OWNER/NAME, with @REVISION and /PATH if wanted",
                     do="correct the URL",
                 )
-            path = (found["path"] or "").strip("/")
-            revision = found["revision"] or ""
-            part = found["part"] or ""
-            return cls(given, found["repo"], revision, part, path, is_url=True)
+            path = (url_match["path"] or "").strip("/")
+            revision = url_match["revision"] or ""
+            part = url_match["part"] or ""
+            return cls(url_kind, url_match["repo"], revision, part, path, is_url=True)
         match = None if is_url(text) else ID.fullmatch(text)
         if match is None or PurePosixPath(match["repo"]).suffix in _FILES or Path(text).exists():
             return None

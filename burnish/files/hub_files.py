@@ -49,10 +49,10 @@ class HubFiles:
 
         query = {"repo_id": place.repo, "repo_type": place.kind, "revision": place.revision or None}
         try:
-            found = HfApi().resolve_revision(**query, local_files_only=True)  # type: ignore[arg-type]
+            commit = HfApi().resolve_revision(**query, local_files_only=True)  # type: ignore[arg-type]
         except errors.RevisionResolutionError:
-            found = _answer(place, lambda: HfApi().resolve_revision(**query))  # type: ignore[arg-type]
-        return cls(replace(place, revision=found.resolved))
+            commit = _answer(place, lambda: HfApi().resolve_revision(**query))  # type: ignore[arg-type]
+        return cls(replace(place, revision=commit.resolved))
 
     def __str__(self) -> str:
         return str(self.place)
@@ -67,8 +67,8 @@ class HubFiles:
                 self.place.repo, repo_type=self.place.kind, revision=root.name
             )
         except errors.CachedRepoTreeNotFoundError:
-            held = [each for each in sorted(root.rglob("*")) if each.is_file()]
-            return {each.relative_to(root).as_posix(): each.stat().st_size for each in held}
+            cached = [path for path in sorted(root.rglob("*")) if path.is_file()]
+            return {path.relative_to(root).as_posix(): path.stat().st_size for path in cached}
         return {file.path: file.size for file in tree}
 
     def names(self) -> list[str]:
@@ -105,15 +105,15 @@ class HubFiles:
         from huggingface_hub import constants, hf_hub_url, try_to_load_from_cache
 
         http: Any = import_module("huggingface_hub.utils")
-        named = {"repo_type": self.place.kind, "revision": self.place.revision}
+        query = {"repo_type": self.place.kind, "revision": self.place.revision}
         size = len(buffer)
-        held = try_to_load_from_cache(self.place.repo, name, **named)
+        cached_path = try_to_load_from_cache(self.place.repo, name, **query)
         headers = http.build_hf_headers() | {"range": f"bytes={offset}-{offset + size - 1}"}
-        url = hf_hub_url(self.place.repo, name, **named)
+        url = hf_hub_url(self.place.repo, name, **query)
 
         def ask() -> bytes:
-            if isinstance(held, str):
-                with open(held, "rb") as file:
+            if isinstance(cached_path, str):
+                with open(cached_path, "rb") as file:
                     return os.pread(file.fileno(), size, offset)
             patience = constants.HF_HUB_DOWNLOAD_TIMEOUT
             answer = http.http_backoff("GET", url, headers=headers, timeout=patience)
@@ -133,7 +133,7 @@ class HubFiles:
     def _snapshot(self, patterns: Sequence[str], *, shown: bool) -> Path:
         from huggingface_hub import constants, snapshot_download
 
-        found = _answer(
+        directory = _answer(
             self.place,
             lambda: snapshot_download(
                 self.place.repo,
@@ -144,7 +144,7 @@ class HubFiles:
             ),
             shown=shown,
         )
-        return Path(found)
+        return Path(directory)
 
 
 def _answer(place: HubPlace, call: Callable[[], T], *, shown: bool = False) -> T:
@@ -270,8 +270,8 @@ def _explanation(place: HubPlace, error: Exception) -> BurnishError:
     is_data = place.kind == "dataset"
     what, page = ("data set", f"datasets/{place.repo}") if is_data else ("model", place.repo)
     page = f"{constants.ENDPOINT}/{page}"
-    here = "" if place.is_url else f"there is no file or directory {place}, and "
-    beside = "" if place.is_url else f"; {neighbours(Path(str(place)))}"
+    no_such_path = "" if place.is_url else f"there is no file or directory {place}, and "
+    local_names = "" if place.is_url else f"; {neighbours(Path(str(place)))}"
     want = f"a path on this machine, or {FORMS[place.kind]}"
     if isinstance(error, errors.GatedRepoError):
         return UsageError(
@@ -282,8 +282,8 @@ def _explanation(place: HubPlace, error: Exception) -> BurnishError:
         )
     if isinstance(error, errors.RepositoryNotFoundError):
         return MissingError(
-            f"{here}the hub has no {what} {place.repo}",
-            have=f"{_status(error)} from {constants.ENDPOINT}{beside}",
+            f"{no_such_path}the hub has no {what} {place.repo}",
+            have=f"{_status(error)} from {constants.ENDPOINT}{local_names}",
             want=want,
             do="correct the name; for a private one, hf auth login or set HF_TOKEN",
         )
@@ -295,15 +295,15 @@ def _explanation(place: HubPlace, error: Exception) -> BurnishError:
         )
     if constants.HF_HUB_OFFLINE:
         return MissingError(
-            f"{here}the cache lacks files of the {what} {place}",
-            have=f"HF_HUB_OFFLINE, and the cache {constants.HF_HUB_CACHE}{beside}",
+            f"{no_such_path}the cache lacks files of the {what} {place}",
+            have=f"HF_HUB_OFFLINE, and the cache {constants.HF_HUB_CACHE}{local_names}",
             want=want,
             do=f"run hf download {place.repo}{' --type dataset' if is_data else ''} where there is a network",
         )
     if isinstance(error, (errors.LocalEntryNotFoundError, errors.RevisionResolutionError)):
         return MissingError(
-            f"{here}the cache lacks files of the {what} {place}, and {constants.ENDPOINT} does not answer",
-            have=f"{reason(error.__cause__ or error)}{beside}",
+            f"{no_such_path}the cache lacks files of the {what} {place}, and {constants.ENDPOINT} does not answer",
+            have=f"{reason(error.__cause__ or error)}{local_names}",
             want=want,
             do="see that the hub can be reached from here, then start again",
         )

@@ -96,10 +96,10 @@ def holding_lease(path: Path, patience_seconds: float = 60.0) -> Iterator[LeaseT
         before = _parse(os.pread(descriptor, _LIMIT, 0)).get("token")
         # If the last number was lost with its file, the clock still gives a larger one.
         number = max(before + 1 if type(before) is int else 0, time.time_ns())
-        me: dict[str, Any] = {"pid": os.getpid(), "host": socket.gethostname(), "token": number}
+        holder: dict[str, Any] = {"pid": os.getpid(), "host": socket.gethostname(), "token": number}
         if job := os.environ.get("SLURM_JOB_ID"):
-            me["slurm_job"] = job[:64]
-        text = json.dumps(me).encode()
+            holder["slurm_job"] = job[:64]
+        text = json.dumps(holder).encode()
         os.pwrite(descriptor, text, 0)
         os.ftruncate(descriptor, len(text))
         os.fsync(descriptor)

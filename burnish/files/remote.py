@@ -89,12 +89,12 @@ class Remote:
     def files(self, below: str = "", *, deep: bool = True) -> list[RemoteFile]:
         """Return a directory's files, sorted by name below the URL, with `deep` at any depth; [] if absent."""
         root = self.url.key
-        found = [
-            replace(each, name=each.name.removeprefix(root).strip("/"))
-            for each in self._entries(below, deep=deep)
-            if each.is_file
+        files = [
+            replace(entry, name=entry.name.removeprefix(root).strip("/"))
+            for entry in self._entries(below, deep=deep)
+            if entry.is_file
         ]
-        return sorted(found, key=lambda file: file.name)
+        return sorted(files, key=lambda file: file.name)
 
     def names(self, below: str = "") -> list[str]:
         """Return the names in a directory, sorted; [] if absent."""
@@ -106,10 +106,10 @@ class Remote:
     def stat(self, name: str = "") -> RemoteFile | None:
         """Return a file's size and version; None if absent."""
         try:
-            found = self._retry(name, "looked at", lambda backend, key, _: backend.info(key))
+            file = self._retry(name, "looked at", lambda backend, key, _: backend.info(key))
         except MissingError:
             return None
-        return replace(found, name=name)
+        return replace(file, name=name)
 
     def read_into(self, name: str, buffer: bytearray | memoryview, offset: int = 0) -> None:
         """Fill the buffer from byte `offset` of a file. Raises `MissingError`, and `CorruptError` if it ends too early."""
@@ -139,17 +139,17 @@ class Remote:
 
     def read(self, name: str, limit: int) -> bytes:
         """Return a small file. Raises `MissingError`, and `CorruptError` for more than `limit` bytes."""
-        found = self.stat(name)
-        if found is None:
+        file = self.stat(name)
+        if file is None:
             raise self._missing(name)
-        if found.size > limit:
+        if file.size > limit:
             raise CorruptError(
                 f"{self.url.below(name)} is too long",
-                have=f"{found.size} bytes",
+                have=f"{file.size} bytes",
                 want=f"at most {limit}",
                 do="put the right file there",
             )
-        content = bytearray(found.size)
+        content = bytearray(file.size)
         self.read_into(name, content)
         return bytes(content)
 

@@ -70,14 +70,14 @@ def select(remote: Remote, wanted: Callable[[str], bool], *, deep: bool = False)
     only = remote.stat() if remote.url.path else None
     if only is not None:
         return Selected(remote.parent(), (replace(only, name=remote.url.name),))
-    here = remote.files(deep=deep)
-    if files := tuple(file for file in here if wanted(file.name)):
+    present_files = remote.files(deep=deep)
+    if files := tuple(file for file in present_files if wanted(file.name)):
         return Selected(remote, files)
-    if _WILDCARD.search(remote.url.path) and not here:
+    if _WILDCARD.search(remote.url.path) and not present_files:
         return _select_pattern(remote)
     raise MissingError(
         f"there is nothing to read at {remote}",
-        have=few([file.name for file in here]) or "no file",
+        have=few([file.name for file in present_files]) or "no file",
         want="a file, a directory of such files, or a pattern that matches",
         do=_DO,
     )
@@ -90,12 +90,12 @@ def _select_pattern(remote: Remote) -> Selected:
     above = remote
     for _ in pattern:
         above = above.parent()
-    found = above.files(deep=len(pattern) > 1 or pattern == ["**"])
-    files = tuple(file for file in found if matches(file.name.split("/"), pattern))
+    candidates = above.files(deep=len(pattern) > 1 or pattern == ["**"])
+    files = tuple(file for file in candidates if matches(file.name.split("/"), pattern))
     if not files:
         raise MissingError(
             f"nothing matches the pattern {remote.url}",
-            have=f"below {above}: {few([file.name for file in found]) or 'no file'}",
+            have=f"below {above}: {few([file.name for file in candidates]) or 'no file'}",
             want="a pattern that matches a file",
             do=_DO,
         )
@@ -110,9 +110,9 @@ def matches(parts: Sequence[str], pattern: Sequence[str]) -> bool:
         return False
     hidden = parts[0].startswith(".")
     if pattern[0] == "**":
-        here = len(pattern) > 1 and matches(parts, pattern[1:])
+        matches_no_part = len(pattern) > 1 and matches(parts, pattern[1:])
         last = len(pattern) == len(parts) == 1
-        return here or (not hidden and (last or matches(parts[1:], pattern)))
+        return matches_no_part or (not hidden and (last or matches(parts[1:], pattern)))
     if hidden and not pattern[0].startswith("."):
         return False
     return fnmatchcase(parts[0], pattern[0]) and matches(parts[1:], pattern[1:])
@@ -157,12 +157,12 @@ class _Copy:
     @contextmanager
     def locked(self) -> Iterator[None]:
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        with ExitStack() as held:
+        with ExitStack() as stack:
             try:
-                held.enter_context(locked(self._lock, wait=False))
+                stack.enter_context(locked(self._lock, wait=False))
             except BlockingIOError:
                 log.info("another process is copying %s; waiting for it", self._remote.url)
-                held.enter_context(locked(self._lock))
+                stack.enter_context(locked(self._lock))
             yield
 
     def make(self, watch: Watch | None) -> None:
@@ -247,12 +247,12 @@ class _Copy:
 
     def _check_unchanged(self) -> None:
         with ThreadPool(_THREADS) as pool:
-            now = pool.imap(self._remote.stat, [file.name for file in self._files])
-            for file, found in zip(self._files, now, strict=True):
-                if found != file:
+            stats = pool.imap(self._remote.stat, [file.name for file in self._files])
+            for file, current in zip(self._files, stats, strict=True):
+                if current != file:
                     raise BurnishError(
                         f"{self._remote.url.below(file.name)} changed while it was copied",
-                        have=found.version if found else "no such file",
+                        have=current.version if current else "no such file",
                         want=file.version,
                         do="start again when nobody writes to it",
                     )

@@ -261,21 +261,24 @@ def weight_files(directory: Path) -> list[Path]:
     Raises `MissingError` if one or all are missing, `CorruptError` for a broken index, and `IncompatibleError` for two sets
     of weights.
     """
-    there = {path.name for path in directory.glob("*")}
-    own = {name for name in there if (match := _PART.fullmatch(name)) and match[1] == _STEM}
-    if INDEX in there:
+    present_names = {path.name for path in directory.glob("*")}
+    matches = filter(None, map(_PART.fullmatch, present_names))
+    own_names = {match[0] for match in matches if match[1] == _STEM}
+    if INDEX in present_names:
         names = sorted(set(weight_map(directory).values()))
-    elif _SINGLE in there:
+    elif _SINGLE in present_names:
         names = [_SINGLE]
     else:
-        names = _with_missing_parts(own or {name for name in there if name.endswith(SUFFIX)})
-    _require_one_model(directory, there, own, names)
+        names = _with_missing_parts(
+            own_names or {name for name in present_names if name.endswith(SUFFIX)}
+        )
+    _require_one_model(directory, present_names, own_names, names)
     absent = [name for name in names if not (directory / name).is_file()]
     if absent or not names:
-        found = few(sorted(there))
+        present = few(sorted(present_names))
         raise MissingError(
             f"{directory} lacks {few(absent) or 'weights'}",
-            have=found or "an empty or absent directory",
+            have=present or "an empty or absent directory",
             want=f"{_SINGLE}, or {INDEX} and its files; pickled weights are never read",
             do="get the missing files, or give another directory",
         )
@@ -326,19 +329,19 @@ def weight_map(directory: Path) -> dict[str, str]:
 
 def contradictions(directory: Path, entries: Iterable[tuple[str, TensorEntry]]) -> list[str]:
     """Return what a model's index says otherwise than its files' headers, given each tensor's file and entry."""
-    listed, size = _read_index(directory)
+    listed, stated_size = _read_index(directory)
     if not listed:
         return []
     entries = list(entries)
     files = {entry.name: file for file, entry in entries}
     absent = sorted(listed.keys() - files.keys())
     moved = sorted(name for name, file in files.items() if listed.get(name, file) != file)
-    held = sum(entry.end - entry.begin for _, entry in entries)
-    found = [f"no file holds {few(absent)}"] if absent else []
-    found += [f"{few(moved)} lies in another file"] if moved else []
-    return found + (
-        [f"it counts {size} bytes, its files hold {held}"] if size not in (None, held) else []
-    )
+    total_size = sum(entry.end - entry.begin for _, entry in entries)
+    problems = [f"no file holds {few(absent)}"] if absent else []
+    problems += [f"{few(moved)} lies in another file"] if moved else []
+    if stated_size not in (None, total_size):
+        problems.append(f"it counts {stated_size} bytes, its files hold {total_size}")
+    return problems
 
 
 def _read_index(directory: Path) -> tuple[dict[str, str], Any]:
@@ -350,9 +353,9 @@ def _read_index(directory: Path) -> tuple[dict[str, str], Any]:
         if index.stat().st_size > _INDEX_LIMIT:
             raise ValueError(f"more than {_INDEX_LIMIT} bytes")
         parsed = parse_json(index.read_bytes(), str(index))
-        found: dict[str, str] = parsed["weight_map"]
+        tensor_files: dict[str, str] = parsed["weight_map"]
         metadata = parsed.get("metadata")
-        outside = [name for name in set(found.values()) if Path(name).name != name]
+        outside = [name for name in set(tensor_files.values()) if Path(name).name != name]
     if outside:
         raise CorruptError(
             f"{index} names files outside its directory",
@@ -360,7 +363,7 @@ def _read_index(directory: Path) -> tuple[dict[str, str], Any]:
             want="names of files beside it",
             do="get the file again, from someone you trust",
         )
-    return found, metadata.get("total_size") if isinstance(metadata, dict) else None
+    return tensor_files, metadata.get("total_size") if isinstance(metadata, dict) else None
 
 
 def _with_missing_parts(names: set[str]) -> list[str]:
@@ -396,12 +399,12 @@ def code_files(directory: Path) -> list[Path]:
     """Return a model's Python files. Raises `UsageError` for non-files, and links out of the directory except to a hub's cache."""
     home = directory.resolve()
     homes = [home] + [home.parents[1] / "blobs"] * (home.parent.name == "snapshots")
-    found = sorted(directory.glob("*.py"))
-    for path in found:
+    paths = sorted(directory.glob("*.py"))
+    for path in paths:
         if not path.is_file() or not any(map(path.resolve().is_relative_to, homes)):
             raise UsageError(
                 f"{path} is not copied, because it is not a file of the model itself",
                 have=f"a link to {path.resolve()}" if path.is_symlink() else "no regular file",
                 do="put the file itself there, or remove it",
             )
-    return found
+    return paths

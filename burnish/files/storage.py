@@ -81,22 +81,22 @@ class LocalFile(Closing):
 
     def pread_into(self, buffer: bytearray | memoryview, offset: int) -> None:
         """Fill the buffer, in as many reads as needed."""
-        left = memoryview(buffer).cast("B")
-        while left:
-            count = os.preadv(self._descriptor, [left], offset)
+        unread = memoryview(buffer).cast("B")
+        while unread:
+            count = os.preadv(self._descriptor, [unread], offset)
             if count == 0:
-                raise EOFError(f"the file ends {len(left)} bytes too early, at byte {offset}")
-            left = left[count:]
+                raise EOFError(f"the file ends {len(unread)} bytes too early, at byte {offset}")
+            unread = unread[count:]
             offset = offset + count
 
     def pwrite(self, data: Bytes, offset: int) -> None:
         """Write all data, in as many writes as needed."""
-        left = memoryview(data).cast("B")
-        while left:
-            count = os.pwrite(self._descriptor, left, offset)
+        unwritten = memoryview(data).cast("B")
+        while unwritten:
+            count = os.pwrite(self._descriptor, unwritten, offset)
             if count == 0:
                 raise OSError(errno.EIO, "the system wrote nothing")
-            left = left[count:]
+            unwritten = unwritten[count:]
             offset = offset + count
 
     def sync(self) -> None:
@@ -156,8 +156,8 @@ class LocalStorage:
     def entries(self, path: PurePath) -> list[Entry]:
         """Return the directory's entries, sorted; [] if absent."""
         try:
-            with os.scandir(path) as found:
-                return sorted(map(_entry, found), key=lambda entry: entry.name)
+            with os.scandir(path) as items:
+                return sorted(map(_entry, items), key=lambda entry: entry.name)
         except FileNotFoundError:
             return []
 
@@ -173,8 +173,8 @@ class LocalStorage:
 
     def free_bytes(self, path: Path) -> int:
         """Return the bytes free to this user."""
-        found = os.statvfs(path)
-        return found.f_bavail * found.f_frsize
+        statistics = os.statvfs(path)
+        return statistics.f_bavail * statistics.f_frsize
 
 
 LOCAL = LocalStorage()
@@ -195,12 +195,12 @@ def _open_regular(path: PurePath, access: int) -> int:
     return descriptor
 
 
-def _entry(found: os.DirEntry[str]) -> Entry:
-    if found.is_dir(follow_symlinks=False):
-        return Entry(found.name, "directory", 0)
-    if found.is_file(follow_symlinks=False):
-        return Entry(found.name, "file", found.stat(follow_symlinks=False).st_size)
-    return Entry(found.name, "other", 0)
+def _entry(item: os.DirEntry[str]) -> Entry:
+    if item.is_dir(follow_symlinks=False):
+        return Entry(item.name, "directory", 0)
+    if item.is_file(follow_symlinks=False):
+        return Entry(item.name, "file", item.stat(follow_symlinks=False).st_size)
+    return Entry(item.name, "other", 0)
 
 
 def allocate(descriptor: int, size: int) -> None:

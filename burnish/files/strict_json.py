@@ -45,12 +45,12 @@ def clipped(text: str, limit: int = 200) -> str:
 
 def no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Return a JSON object. Raises `ValueError` for a duplicate key."""
-    found = dict(pairs)
-    if len(found) != len(pairs):
+    parsed = dict(pairs)
+    if len(parsed) != len(pairs):
         keys = [key for key, _ in pairs]
-        twice = next(key for key in found if keys.count(key) > 1)
+        twice = next(key for key in parsed if keys.count(key) > 1)
         raise ValueError(f"the key {shortened(twice)} stands twice in one object")
-    return found
+    return parsed
 
 
 def _no_constant(name: str) -> Any:

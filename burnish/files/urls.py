@@ -46,13 +46,13 @@ class Url:
 
         Raises `UsageError` for an unknown scheme, a missing host, credentials, and `.` or `..`.
         """
-        found = _URL.match(text)
-        if found is None:
+        match = _URL.match(text)
+        if match is None:
             raise _refusal(text, "is not a URL", f"one of {', '.join(SCHEMES)}")
-        scheme = found["scheme"] if ":" in found["scheme"] else found["scheme"].lower()
+        scheme = match["scheme"] if ":" in match["scheme"] else match["scheme"].lower()
         SOURCES.target(scheme, redacted(text))
         host, _, path = (
-            ("", "", found["rest"]) if scheme == "memory" else found["rest"].partition("/")
+            ("", "", match["rest"]) if scheme == "memory" else match["rest"].partition("/")
         )
         path = path.strip("/")
         if "@" in host:

@@ -194,7 +194,7 @@ class StepSaver:
                 files = ahead_files(pending, begun)
         models = {role: learner.contents() for role, learner in self._learners.items()}
         if self._surrounding is not None:
-            models[MAIN] = replace(models[MAIN], kept=self._surrounding)
+            models[MAIN] = replace(models[MAIN], untrained=self._surrounding)
         return Contents(
             models=models,
             state=state_json(reached.state, main, self._fingerprints, self._digest),

@@ -100,13 +100,13 @@ class Mirror:
         """Raise `IncompatibleError` when another run or start has the mirror."""
         try:
             text = self.remote.read(ENVIRONMENT, ENVIRONMENT_LIMIT)
-            found = json.loads(text).get("start")
+            start = json.loads(text).get("start")
         except (MissingError, ValueError, AttributeError) as error:
-            found = str(error)
-        if found != self.start:
+            start = str(error)
+        if start != self.start:
             raise IncompatibleError(
                 f"this run no longer has {self.remote} to itself",
-                have=f"start {found}",
+                have=f"start {start}",
                 want=f"start {self.start}",
                 do="see which other run was started with this mirror",
             )
@@ -242,13 +242,13 @@ class Sync:
 
     def _apply_retention(self) -> None:
         """Remove dropped and unfinished steps."""
-        there = self._steps
-        there.refresh()
-        paths = step_paths(there.root, there)
+        remote_steps = self._steps
+        remote_steps.refresh()
+        paths = step_paths(remote_steps.root, remote_steps)
         for step in paths.keys() & self._outlived(self._remote):
             self._mirror.check()
-            there.remove(paths[step])
-        there.clear(self._mirror.check)
+            remote_steps.remove(paths[step])
+        remote_steps.clear(self._mirror.check)
 
     def _send_step(self, step: int) -> bool:
         """Send a step; return False if it is damaged, or was removed here meanwhile."""
@@ -295,10 +295,12 @@ class Sync:
                 raise
         return True
 
-    def _send_file(self, step: CommittedStep, name: str, remote: Remote, there: int | None) -> None:
+    def _send_file(
+        self, step: CommittedStep, name: str, remote: Remote, remote_size: int | None
+    ) -> None:
         self._mirror.check()
         record = step.manifest.files[name]
-        if there == record.size and self._is_intact(remote, name, record):
+        if remote_size == record.size and self._is_intact(remote, name, record):
             self._moved(record.size)
             return
         for _ in range(_TRIES):
@@ -311,14 +313,14 @@ class Sync:
 
     def _is_intact(self, remote: Remote, name: str, record: FileRecord) -> bool:
         buffer = memoryview(bytearray(min(record.block_bytes, record.size)))
-        for number, wanted in enumerate(record.blocks):
+        for number, committed_hash in enumerate(record.blocks):
             start = number * record.block_bytes
             block = buffer[: min(record.block_bytes, record.size - start)]
             try:
                 remote.read_into(name, block, start)
             except CorruptError:  # the file is too short
                 return False
-            if block_hash(block) != wanted:
+            if block_hash(block) != committed_hash:
                 return False
             self._moved(len(block))
         return True
@@ -348,13 +350,13 @@ class Sync:
         paths = [directory / name for name in _CHANGING]
         for folder in KEPT:
             paths += sorted((directory / folder).rglob("[!.]*"))
-        here = set[str]()
+        present_names = set[str]()
         for path in paths:
             name = path.relative_to(directory).as_posix()
             with naming_failures(f"{path} cannot be read"), suppress(FileNotFoundError):
                 if path.is_dir():
                     continue
-                here.add(name)
+                present_names.add(name)
                 state = path.stat()
                 mark = (state.st_size, state.st_mtime_ns)
                 if self._outputs.get(name) not in (mark, (state.st_size, _THERE_BEFORE)):
@@ -362,8 +364,10 @@ class Sync:
                 self._outputs[name] = mark
         for folder in _THINNED:
             there = {name for name in self._outputs if name.startswith(f"{folder}/")}
-            if there & here:  # without any file here, the directory was lost and not thinned
-                for name in sorted(there - here):
+            if (
+                there & present_names
+            ):  # without any file here, the directory was lost and not thinned
+                for name in sorted(there - present_names):
                     self._mirror.check()
                     remote.remove(name)
                     del self._outputs[name]

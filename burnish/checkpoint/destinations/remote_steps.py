@@ -91,9 +91,9 @@ class RemoteSteps:
         """Return a file's size. Raises `FileNotFoundError`."""
         if self._listed is not None and name in self._listed[1]:
             return self._listed[1][name]
-        if (found := self.remote.stat(name)) is None:
+        if (file := self.remote.stat(name)) is None:
             raise FileNotFoundError(f"{self.remote.url.below(name)}")
-        return found.size
+        return file.size
 
     def read_into(self, name: str, buffer: memoryview, offset: int) -> None:
         """Fill the buffer from byte `offset`. Raises `FileNotFoundError` and `EOFError`."""
@@ -120,9 +120,9 @@ class RemoteSteps:
         """Return the names of other steps without COMMIT."""
         sizes = self._sizes("")
         heads = {name.partition("/")[0] for name in sizes if "/" in name}
-        left = {head for head in heads if step_number(head) is not None}
-        left -= {head for head in left if f"{head}/{COMMIT}" in sizes}
-        return sorted(left - {*self.damaged()})
+        uncommitted = {head for head in heads if step_number(head) is not None}
+        uncommitted -= {head for head in uncommitted if f"{head}/{COMMIT}" in sizes}
+        return sorted(uncommitted - {*self.damaged()})
 
     def clear(self, check: Callable[[], None]) -> None:
         """Remove unfinished steps while nobody sends, each after `check`. Looks up each COMMIT: stores may list late."""
@@ -176,10 +176,10 @@ class _RemoteReader(Closing):
 
     def pread_into(self, buffer: bytearray | memoryview, offset: int) -> None:
         """Fill the buffer from `offset`."""
-        left = memoryview(buffer).cast("B")
-        while left:
+        unread = memoryview(buffer).cast("B")
+        while unread:
             number, start = divmod(offset, BLOCK_BYTES)
-            part = left[: BLOCK_BYTES - start]
+            part = unread[: BLOCK_BYTES - start]
             if len(part) == BLOCK_BYTES:
                 self._steps.read_into(self._name, part, offset)
             else:
@@ -187,7 +187,7 @@ class _RemoteReader(Closing):
                 if len(data) < len(part):
                     raise EOFError(f"the file ends {len(part) - len(data)} bytes too early")
                 part[:] = data
-            left = left[len(part) :]
+            unread = unread[len(part) :]
             offset += len(part)
 
     def close(self) -> None:

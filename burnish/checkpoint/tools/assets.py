@@ -54,7 +54,7 @@ def read_assets(directory: Path) -> dict[str, bytes]:
             want="a Hugging Face directory",
             do="give the directory of the model that the weights are of",
         )
-    found = {}
+    assets = {}
     for name, path in names.items():
         if not path.is_file():
             raise MissingError(
@@ -65,7 +65,7 @@ def read_assets(directory: Path) -> dict[str, bytes]:
             )
         try:
             # A hub's cache is made of links, so links are followed.
-            found[name] = read_whole(LOCAL, path.resolve(), _LIMIT)
+            assets[name] = read_whole(LOCAL, path.resolve(), _LIMIT)
         except ValueError as error:
             raise IncompatibleError(
                 f"{path} is too large to be copied",
@@ -73,7 +73,7 @@ def read_assets(directory: Path) -> dict[str, bytes]:
                 want=f"at most {_LIMIT} bytes",
                 do="move it out of the directory where the model does not need it",
             ) from error
-    return found
+    return assets
 
 
 def with_dtype(data: bytes, dtype: torch.dtype, what: str) -> bytes:

@@ -105,23 +105,23 @@ class TensorDiff:
 
 def compare_steps(a: TensorReader, b: TensorReader) -> Iterator[TensorDiff]:
     """Yield A's tensors in the order of its files, then those only in B."""
-    for key, mine in a.tensors.items():
-        theirs = b.tensors.get(key)
-        if theirs is None:
-            yield TensorDiff(key, "only in A", mine, None)
-        elif theirs.shape != mine.shape:
-            yield TensorDiff(key, "another shape", mine, theirs)
-        elif _kind(mine.dtype) != _kind(theirs.dtype):
-            yield TensorDiff(key, "another kind", mine, theirs)
+    for key, in_a in a.tensors.items():
+        in_b = b.tensors.get(key)
+        if in_b is None:
+            yield TensorDiff(key, "only in A", in_a, None)
+        elif in_b.shape != in_a.shape:
+            yield TensorDiff(key, "another shape", in_a, in_b)
+        elif _kind(in_a.dtype) != _kind(in_b.dtype):
+            yield TensorDiff(key, "another kind", in_a, in_b)
         else:
             distance = Distance()
-            for span in chunks(mine.elements, _CHUNK):
+            for span in chunks(in_a.elements, _CHUNK):
                 distance.add(a.read_range(key, *span), b.read_range(key, *span))
             verdict: _Verdict = "differs" if distance.different else "equal"
-            yield TensorDiff(key, verdict, mine, theirs, distance)
-    for key, theirs in b.tensors.items():
+            yield TensorDiff(key, verdict, in_a, in_b, distance)
+    for key, in_b in b.tensors.items():
         if key not in a.tensors:
-            yield TensorDiff(key, "only in B", None, theirs)
+            yield TensorDiff(key, "only in B", None, in_b)
 
 
 def _kind(dtype: torch.dtype) -> object:

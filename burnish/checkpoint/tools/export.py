@@ -76,14 +76,16 @@ class StepModel(Closing):
         }
         """Its tensors by canonical name."""
         config = f"{self._directory}{CONFIG}"
-        self.kept: frozenset[str] = frozenset()
+        self.unconverted: frozenset[str] = frozenset()
         """Those beside a composite's language model, which no dtype changes."""
         if config in step.manifest.files:
-            self.kept = kept_beside(read_file(step, config), self.weights)
+            self.unconverted = kept_beside(read_file(step, config), self.weights)
 
     def read(self, name: str, start: int, stop: int, dtype: torch.dtype) -> Tensor:
         """Return elements `start` to `stop` in C order, in `dtype` or a more exact one."""
-        rounded = torch.bfloat16 if dtype == torch.bfloat16 and name not in self.kept else None
+        rounded = (
+            torch.bfloat16 if dtype == torch.bfloat16 and name not in self.unconverted else None
+        )
         return self._tensors.read_range(f"{self._directory}{name}", start, stop, rounded)
 
     def assets(self) -> dict[str, bytes]:
@@ -126,11 +128,11 @@ class MergedModel(Closing):
                 do="say where the adapter's own model is with --base DIRECTORY",
             )
         self.weights: Mapping[str, TensorInfo] = {
-            name: TensorInfo(torch.float32, each.shape) if name in self._changes else each
-            for name, each in plain.items()
+            name: TensorInfo(torch.float32, info.shape) if name in self._changes else info
+            for name, info in plain.items()
         }
-        self.kept = kept_beside((base / CONFIG).read_bytes(), plain)
-        """See `StepModel.kept`."""
+        self.unconverted = kept_beside((base / CONFIG).read_bytes(), plain)
+        """See `StepModel.unconverted`."""
 
     def read(self, name: str, start: int, stop: int, dtype: torch.dtype) -> Tensor:
         """See `StepModel.read`."""
@@ -148,29 +150,29 @@ class MergedModel(Closing):
 
     def _read_factors(self, layer: str) -> list[Tensor]:
         """Return A and B of a layer of PEFT's, in fp32."""
-        found = []
+        factors = []
         for name in (factor_name(layer, letter) for letter in "AB"):
             described = self._adapter.weights[name]
             elements = self._adapter.read(name, 0, described.elements, torch.float32)
-            found.append(elements.float().view(described.shape))
-        return found
+            factors.append(elements.float().view(described.shape))
+        return factors
 
     def assets(self) -> dict[str, bytes]:
         """Return the model's files, with the adapter's tokenizer and its special tokens."""
-        found = read_assets(self._base) | self._adapter.assets()
-        found.pop(ADAPTER_CONFIG, None)
-        config = parse_object(found[CONFIG], f"{self._base / CONFIG}")
+        assets = read_assets(self._base) | self._adapter.assets()
+        assets.pop(ADAPTER_CONFIG, None)
+        config = parse_object(assets[CONFIG], f"{self._base / CONFIG}")
         if GENERATION_CONFIG in self._adapter.assets():
-            ends = parse_object(found[GENERATION_CONFIG], f"the adapter's {GENERATION_CONFIG}")
+            ends = parse_object(assets[GENERATION_CONFIG], f"the adapter's {GENERATION_CONFIG}")
             _set_special_tokens(config, ends)
         if "auto_map" not in config:  # code of the model's own is not run
             read = read_model_config(ModelConfig(path=str(self._base)))
             if not getattr(read, "tie_word_embeddings", True):
                 config["tie_word_embeddings"] = False
-        found[CONFIG] = encode_json(config)
-        if card := found.get(_CARD):
-            found[_CARD] = card.replace(b"library_name: peft", b"library_name: transformers", 1)
-        return found
+        assets[CONFIG] = encode_json(config)
+        if card := assets.get(_CARD):
+            assets[_CARD] = card.replace(b"library_name: peft", b"library_name: transformers", 1)
+        return assets
 
     def close(self) -> None:
         """Close the files."""
@@ -225,16 +227,16 @@ def export(
         if (config := assets.get(partial / CONFIG)) is not None:
             assets[partial / CONFIG] = with_dtype(config, dtype, f"{CONFIG} of {model.what}")
         parents = {partial, *(parent for path in assets for parent in path.parents)}
-        directories = sorted(each for each in parents if each.is_relative_to(partial))
+        directories = sorted(path for path in parents if path.is_relative_to(partial))
         for directory in directories:
             storage.make_dirs(directory)
         with Syncs() as syncs:
             syncs.write_new(storage, assets, directories)
             syncs.finish()
-        found = dict(files_below(partial, "", storage))
+        sizes = dict(files_below(partial, "", storage))
         storage.rename(partial, target)
         storage.sync_dir(target.parent)
-    return found
+    return sizes
 
 
 def _write_tensors(
@@ -245,21 +247,23 @@ def _write_tensors(
     storage: LocalStorage,
 ) -> dict[Path, bytes]:
     """Write the tensor files, and return the index files that belong to them."""
-    converted = {name: each for name, each in model.weights.items() if name not in model.kept}
-    for name, each in converted.items():
+    converted = {
+        name: info for name, info in model.weights.items() if name not in model.unconverted
+    }
+    for name, info in converted.items():
         is_packed = name.endswith("_blocks") and name.replace("_blocks", "_scales") in model.weights
-        if each.dtype.itemsize == 1 and (each.dtype.is_floating_point or is_packed):
+        if info.dtype.itemsize == 1 and (info.dtype.is_floating_point or is_packed):
             raise IncompatibleError(
                 f"tensor {name} is quantized to 8 bits or fewer",
-                have=each.dtype,
+                have=info.dtype,
                 want="weights of 16 bits or more; without their scales these mean nothing",
                 do="take the directory as it is, or convert it with the program that quantized it",
             )
-    targets = {name: each.dtype for name, each in model.weights.items()}
-    targets |= {name: _target(each, dtype) for name, each in converted.items()}
+    targets = {name: info.dtype for name, info in model.weights.items()}
+    targets |= {name: _target(info, dtype) for name, info in converted.items()}
     stored = [
-        StoredTensor(MODEL, name, dtype_name(targets[name], name), each.shape)
-        for name, each in model.weights.items()
+        StoredTensor(MODEL, name, dtype_name(targets[name], name), info.shape)
+        for name, info in model.weights.items()
     ]
     files, indices = plan_files(stored, max_file_bytes)
     for file in files:  # allocate all files first, so that a full disk shows at once
@@ -315,30 +319,30 @@ def _changes(
         names, (inner, outer) = composite.names, language_modules(composite, language)
     if not any(map(are_parameters, record["targets"])):
         is_transposed = record.get("fan_in_fan_out", False)
-        found = {}
+        changes = {}
         for name, layer in adapted_weights(weights).items():
             own = moved(name, outer, inner)
-            found[names.get(own, own)] = LowRankDelta(layer, transposed=is_transposed)
-        return found
+            changes[names.get(own, own)] = LowRankDelta(layer, transposed=is_transposed)
+        return changes
     lora = LoraConfig(rank=record["rank"], targets=record["targets"])
     hf_config = read_model_config(ModelConfig(path=str(base)))
-    found = {}
+    changes = {}
     for name, change in Adapter(build_on_meta(hf_config), lora).changes.items():
         layer = moved(change.layer, inner, outer)
         is_there = factor_name(layer, "A") in weights
-        found[names.get(name, name)] = replace(change, layer=layer) if is_there else change
-    return found
+        changes[names.get(name, name)] = replace(change, layer=layer) if is_there else change
+    return changes
 
 
 def _set_special_tokens(config: dict[str, Any], generation: Mapping[str, Any]) -> None:
     """Give a config.json the tokens of a generation_config.json, whose first eos token is the tokenizer's."""
-    parts = [config, *(each for n, each in config.items() if n == "text_config")]
+    parts = [config, *(part for n, part in config.items() if n == "text_config")]
     for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
-        if (given := generation.get(name)) is None:
+        if (token := generation.get(name)) is None:
             continue
-        first = given[0] if isinstance(given, list) else given
-        for each in parts:
-            each[name] = given if isinstance(each.get(name), list) else first
+        first = token[0] if isinstance(token, list) else token
+        for part in parts:
+            part[name] = token if isinstance(part.get(name), list) else first
 
 
 def _model_directory(step: CommittedStep, role: str) -> str:
@@ -369,11 +373,11 @@ def _check_base(step: CommittedStep, record: Mapping[str, Any], base: Path) -> N
             want=f"the model that was at {record['base']}",
             do="say where it is with --base DIRECTORY",
         )
-    found = model_digest(base)
-    if found != record["base_digest"]:
+    digest = model_digest(base)
+    if digest != record["base_digest"]:
         raise IncompatibleError(
             f"{base} is not the model that the adapter in {step.path} was trained on",
-            have=f"digest {found}",
+            have=f"digest {digest}",
             want=f"digest {record['base_digest']}, at {record['base']} then",
             do="say where that one is with --base DIRECTORY",
         )
@@ -395,9 +399,9 @@ def partial_directory(target: Path, storage: LocalStorage) -> Iterator[Path]:
     path = target.with_name(f".{target.name}.{uuid.uuid4().hex}")
     storage.make_dirs(path)
     try:
-        with ExitStack() as held:
+        with ExitStack() as stack:
             with suppress(OSError):  # a file system without locks
-                held.enter_context(locked(path))
+                stack.enter_context(locked(path))
             yield path
     except BaseException:
         with suppress(OSError):

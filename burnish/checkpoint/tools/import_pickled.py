@@ -89,11 +89,11 @@ def guarded_by(version: int, *, seccomp: bool) -> str:
         "signals to other processes": seccomp or version >= sandbox.SCOPES_VERSION,
         "other sockets and changing files' modes, owners and times": seccomp,
     }
-    kept = ", ".join(right for right, is_so in forbidden.items() if is_so) or "nothing"
-    left = ", ".join(right for right, is_so in forbidden.items() if not is_so)
-    lacks = f"; this kernel could not keep it from: {left}" if left else ""
+    prevented = ", ".join(right for right, is_so in forbidden.items() if is_so) or "nothing"
+    possible = ", ".join(right for right, is_so in forbidden.items() if not is_so)
+    lacks = f"; this kernel could not keep it from: {possible}" if possible else ""
     guards = f"Landlock {version or 'absent'}, seccomp {'present' if seccomp else 'absent'}"
-    return f"unpickled by a process that was kept from: {kept} ({guards}){lacks}"
+    return f"unpickled by a process that was kept from: {prevented} ({guards}){lacks}"
 
 
 def pickled(
@@ -107,8 +107,8 @@ def pickled(
     Asking for the weights raises `CorruptError` for anything but tensors, `MissingError`, and `IncompatibleError` for another
     shape.
     """
-    found = read_assets(assets)
-    if language_within(found[CONFIG]) is not None:
+    assets_by_name = read_assets(assets)
+    if language_within(assets_by_name[CONFIG]) is not None:
         raise IncompatibleError(
             f"{assets} is of a model that also reads images, of which an import would hold the language model alone",
             want="the configuration of its language model",
@@ -149,7 +149,7 @@ def pickled(
         return shards
 
     return ForeignCheckpoint(
-        kind, source, found, weights, guarded_by(version, seccomp=sandbox.has_seccomp())
+        kind, source, assets_by_name, weights, guarded_by(version, seccomp=sandbox.has_seccomp())
     )
 
 
@@ -286,8 +286,8 @@ def _renamed(piece: Shard, name: str) -> Shard:
 
 
 def _verl_files(source: Path) -> list[str]:
-    found = {path.name: _VERL.fullmatch(path.name) for path in source.glob("*.pt")}
-    worlds = sorted({int(match[1]) for match in found.values() if match})
+    matches = {path.name: _VERL.fullmatch(path.name) for path in source.glob("*.pt")}
+    worlds = sorted({int(match[1]) for match in matches.values() if match})
     if len(worlds) > 1:
         raise IncompatibleError(
             f"{source} holds checkpoints of several sizes",
@@ -296,7 +296,7 @@ def _verl_files(source: Path) -> list[str]:
             do="move the files of all others away",
         )
     names = [f"model_world_size_{worlds[0]}_rank_{rank}.pt" for rank in range(worlds[0])]
-    absent = [name for name in names if name not in found]
+    absent = [name for name in names if name not in matches]
     if absent:
         have = f"{worlds[0] - len(absent)} files"
         want = f"the files of {worlds[0]} ranks"
@@ -305,10 +305,10 @@ def _verl_files(source: Path) -> list[str]:
 
 
 def _dcp_files(source: Path) -> list[str]:
-    found = sorted(path.name for path in source.glob("*.distcp"))
-    if not found:
+    names = sorted(path.name for path in source.glob("*.distcp"))
+    if not names:
         raise _missing(source, "tensors", _DCP_METADATA, "*.distcp")
-    return found
+    return names
 
 
 def _missing(source: Path, what: str, have: str, want: str) -> MissingError:
@@ -336,28 +336,32 @@ def _unpickle(
         "sandboxed": sandboxed,
         "most_bytes": sum((source / name).stat().st_size for name in files) + (64 << 20),
     }
-    kept = {name: os.environ[name] for name in ("LD_LIBRARY_PATH",) if name in os.environ}
-    done = subprocess.run(
+    environment = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+    if "LD_LIBRARY_PATH" in os.environ:
+        environment["LD_LIBRARY_PATH"] = os.environ["LD_LIBRARY_PATH"]
+    child = subprocess.run(
         [sys.executable, "-I", "-c", _CHILD],
         input=json.dumps(task),
         capture_output=True,
         text=True,
         check=False,
         cwd=scratch,
-        env=kept | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
+        env=environment,
     )
-    if done.returncode:
-        said = done.stderr.strip().splitlines()
+    if child.returncode:
+        lines = child.stderr.strip().splitlines()
         raise CorruptError(
             f"{source} cannot be unpickled safely",
-            have=said[-1][:1000] if said else f"a child process that ended with {done.returncode}",
+            have=lines[-1][:1000]
+            if lines
+            else f"a child process that ended with {child.returncode}",
             want="tensors, and nothing that has to run code",
             do="convert it to safetensors with the program that wrote it",
         )
 
 
 def _pieces(scratch: Path, source: Path) -> list[Shard]:
-    found = []
+    pieces = []
     for path in sorted(scratch.glob("*.safetensors")):
         for key, tensor in mapped_tensors(path).items():
             match parse_json(key.encode(), f"the name of a tensor in {path}"):
@@ -367,11 +371,11 @@ def _pieces(scratch: Path, source: Path) -> list[Shard]:
                     box = Box(tuple(offsets), tuple(tensor.shape))
                     if box.fits(tuple(shape)):
                         spec = TensorSpec(name, tuple(shape), tensor.dtype)
-                        found.append(Shard(spec, box, tensor))
+                        pieces.append(Shard(spec, box, tensor))
                         continue
             raise CorruptError(
                 f"a tensor that was unpickled from {source} has an invalid name or shape",
                 have=key,
                 do="do not trust it; convert it to safetensors with the program that wrote it",
             )
-    return found
+    return pieces

@@ -53,8 +53,8 @@ def hugging_face(source: Path) -> ForeignCheckpoint:
     Raises `MissingError` for missing files, `CorruptError` for a broken one, `IncompatibleError` for an unknown dtype.
     """
     assets = read_assets(source)
-    found = DirectoryReader(source).locations
-    if absent := sorted(weight_map(source).keys() - found.keys()):
+    locations = DirectoryReader(source).locations
+    if absent := sorted(weight_map(source).keys() - locations.keys()):
         raise MissingError(
             f"{source} lacks tensors that its index names",
             have=f"no {few(absent)}",
@@ -66,8 +66,8 @@ def hugging_face(source: Path) -> ForeignCheckpoint:
         _log.warning("%s: %s is not imported", source, ", ".join(others))
 
     def weights(_: Path) -> list[Shard]:
-        files = dict.fromkeys(each.file for each in found.values())
-        tensors = [each for file in files for each in load_file(source / file).items()]
+        files = dict.fromkeys(location.file for location in locations.values())
+        tensors = [item for file in files for item in load_file(source / file).items()]
         return [
             Shard(TensorSpec(name, tuple(t.shape), t.dtype), whole(tuple(t.shape)), t)
             for name, t in tensors
@@ -109,7 +109,7 @@ def save_foreign(foreign: ForeignCheckpoint, root: Path, step: int) -> Path:
 @contextmanager
 def _making(root: Path) -> Iterator[None]:
     """Make a directory; if the block fails, remove what was made."""
-    absent = [each for each in (root, *root.parents) if LOCAL.kind(each) is None]
+    absent = [directory for directory in (root, *root.parents) if LOCAL.kind(directory) is None]
     make_dirs_durably(LOCAL, root, above=3)
     try:
         yield
@@ -117,8 +117,8 @@ def _making(root: Path) -> Iterator[None]:
         if absent:
             LOCAL.remove(root)
         with suppress(OSError):  # another process may be using them by now
-            for each in absent[1:]:
-                each.rmdir()
+            for directory in absent[1:]:
+                directory.rmdir()
         raise
 
 
@@ -131,9 +131,9 @@ def _contents(foreign: ForeignCheckpoint, weights: list[Shard], step: int) -> Co
         assets[CONFIG] = with_dtype(assets[CONFIG], dtype, f"the model's {CONFIG}")
     origin = {"kind": foreign.kind, "source": str(foreign.source.absolute())}
     described = {s.spec.name: TensorInfo(s.spec.dtype, s.spec.shape) for s in weights}
-    kept = kept_beside(foreign.assets[CONFIG], described)
+    whole = kept_beside(foreign.assets[CONFIG], described)
     return Contents(
-        models={MAIN: ModelContents(weights, [], assets, kept)},
+        models={MAIN: ModelContents(weights, [], assets, whole)},
         state={"step": step, IMPORTED: origin, "training": "absent"},
         check_finite=True,
         split=split,

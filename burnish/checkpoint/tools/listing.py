@@ -29,16 +29,16 @@ def listed_steps(
 
 
 def _step(path: PurePath, source: Source, number: int, reason: str | None) -> dict[str, Any]:
-    found: dict[str, Any] = {"path": str(path), "step": number, "pinned": reason}
+    listed: dict[str, Any] = {"path": str(path), "step": number, "pinned": reason}
     try:
         with naming_failures(f"{path} cannot be read"):
             step = open_step(path, source)
             saved = saved_at(path)
     except BurnishError as error:
         damaged = not isinstance(error, IncompatibleError)
-        return {**found, "damaged": damaged, "problem": error.problem}
-    found |= {"saved": saved, "healthy": step.healthy, "processes": step.manifest.world}
-    return {**found, "bytes": step.manifest.total_bytes, "files": len(step.manifest.files)}
+        return {**listed, "damaged": damaged, "problem": error.problem}
+    listed |= {"saved": saved, "healthy": step.healthy, "processes": step.manifest.world}
+    return {**listed, "bytes": step.manifest.total_bytes, "files": len(step.manifest.files)}
 
 
 def saved_at(path: PurePath) -> str:
@@ -51,10 +51,10 @@ def saved_at(path: PurePath) -> str:
 
 def newest_step(root: PurePath, source: Source = LOCAL) -> CommittedStep:
     """Return `newest`. Raises `MissingError` if none was ever committed."""
-    found = newest(root, source)
-    if found is None:
+    step = newest(root, source)
+    if step is None:
         raise no_step(root)
-    return found
+    return step
 
 
 def no_step(root: PurePath) -> MissingError:

@@ -127,7 +127,7 @@ def forbid_calls() -> None:
     """
     machine = platform.machine()
     column = list(_MACHINES).index(machine)
-    numbers = [each for call in _REFUSED.values() if (each := call[column]) is not None]
+    numbers = [number for call in _REFUSED.values() if (number := call[column]) is not None]
     # A comparison's two counts say how many instructions to skip if it holds, and if it does not.
     program = [
         (_LOAD, 0, 0, 4),  # the architecture of the call
@@ -138,7 +138,7 @@ def forbid_calls() -> None:
         (_RETURN, 0, 0, _ALLOW),
         (_RETURN, 0, 0, _REFUSE),
     ]
-    packed = b"".join(struct.pack("=HBBI", *each) for each in program)
+    packed = b"".join(struct.pack("=HBBI", *instruction) for instruction in program)
     libc = ctypes.CDLL(None, use_errno=True)
     _checked(libc.prctl(_NO_NEW_PRIVILEGES, *map(ctypes.c_ulong, (1, 0, 0, 0))))
     filters = ctypes.byref(_Program(len(program), packed))
