@@ -243,7 +243,7 @@ class DirectoryReader(TensorReader):
             self._opened[file].pread_into(into, offset)
         except EOFError as error:
             raise CorruptError(
-                f"{self.path / file} became shorter",
+                f"{self.path / file} became shorter while it was read",
                 have=error,
                 do="try again when nobody writes there",
             ) from error

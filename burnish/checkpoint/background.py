@@ -287,7 +287,7 @@ class BackgroundSaver:
             return None
         self._writer.kill()
         return BurnishError(
-            f"the process of rank {self._saver.layout.rank} on {socket.gethostname()} that writes step {self._step} hangs",
+            f"the process that writes step {self._step} for rank {self._saver.layout.rank} on {socket.gethostname()} hangs",
             have=f"nothing read or written for {self._timeout:.0f} seconds",
             want="a disk, and other ranks, that answer within that time",
             do="check the disk, or set distributed.timeout_seconds higher; the next save tries again",

@@ -171,7 +171,7 @@ def parse_commit(data: bytes, what: str) -> Commit:
         raise _unexpected(data, 0, what)
     digest = value.pop("sha256", None)
     if digest != sha256(encode_json(value)):
-        raise CorruptError(f"{what} does not have the digest that it names", do=ANOTHER_STEP)
+        raise CorruptError(f"{what} does not match the digest that it states", do=ANOTHER_STEP)
     format_number = value.pop("format", None)
     if type(format_number) is not int or format_number != FORMAT:
         raise _other_format(what, str(format_number))

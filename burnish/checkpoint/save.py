@@ -155,6 +155,7 @@ class BlockWriter:
         size = max(
             (sum(aligned(s.stop - s.start) for s in spans) for spans in plan.share.spans), default=0
         )
+        # Two memories take turns: one is filled while the other is hashed and written.
         self._memory = [arena.take(size) for _ in range(2)]
         self._exchange = Exchange(layout, device, arena)
         self._last = {span.file: span for spans in plan.share.spans for span in spans}
@@ -370,9 +371,11 @@ class Saver:
                 outline = writer.plan.outline
                 if layout.is_main:
                     small |= {**outline.indices, **_small_files(contents)}
+                    # Refuse a step whose manifest could not be read again before anything is written.
                     no_hashes = [()] * len(outline.files)
                     _check_manifest(replace(empty, files=_records(outline, no_hashes, small)))
                     below = self._lay_out(inflight, empty.step, outline, small)
+            # Syncs wait for the disk, so small files are written and synced while the blocks are written.
             for path, data in small.items():
                 syncs.begin(partial(_fill, files, path, data))
             hashes, are_finite = zip(*writer.write(files, syncs, what), strict=True)
@@ -518,7 +521,7 @@ def check_new(root: Path, step: int, storage: LocalStorage) -> None:
         raise BurnishError(
             f"step {step} exists already",
             have=root / step_name(step),
-            want="a step is never overwritten",
+            want="a step that does not exist yet: none is ever overwritten",
             do="move it away, or continue from it",
         )
 

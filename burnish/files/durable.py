@@ -153,7 +153,7 @@ class Removals:
         return BurnishError(
             f"{self._root} holds unneeded files that could not be removed",
             have=few(self._failed),
-            want="the disk space that they take",
+            want="these files removed, because they take up the disk",
             do="see that this user may remove them and that nobody has them open; the next start "
             "and burnish ckpt gc try again",
         )

@@ -186,9 +186,9 @@ def push(folder: Path, repo: str, message: str, *, private: bool, branch: str | 
     except (OSError, _transport()) as error:
         if _status(error) in (401, 403):
             raise UsageError(
-                f"{repo} may not be written",
+                f"writing to {repo} is not allowed",
                 have=f"{_status(error)} from {constants.ENDPOINT}",
-                want=f"a token that may write there, as {repo.partition('/')[0]}",
+                want=f"a token that may write to repositories of {repo.partition('/')[0]}",
                 do="run hf auth login, or set HF_TOKEN",
             ) from error
         raise BurnishError(

@@ -91,7 +91,7 @@ def holding_lease(path: Path, patience_seconds: float = 60.0) -> Iterator[LeaseT
         descriptor = os.open(path, flags, 0o644)
     try:
         if not S_ISREG(os.fstat(descriptor).st_mode):
-            raise BurnishError(f"{path} is no regular file", want="a file", do="move it away")
+            raise BurnishError(f"{path} is not a regular file", want="a file", do="move it away")
         _lock(path, descriptor, patience_seconds)
         before = _parse(os.pread(descriptor, _LIMIT, 0)).get("token")
         # If the last number was lost with its file, the clock still gives a larger one.

@@ -186,9 +186,9 @@ class RunMirror:
                 time.sleep(max(0.0, min(_PAUSE_SECONDS, deadline - time.monotonic())))
                 self.begin()
         return error or BurnishError(
-            f"the run no longer waits for {self.url}",
+            f"{self.url} is not complete, and the run no longer waits for it",
             have="a copy that is still under way",
-            want=f"one that is done within {seconds:.0f} seconds, and before a signal",
+            want=f"a copy that is done within {seconds:.0f} seconds, and before a signal",
             do="start the same command again, or set checkpoint.mirror_patience_seconds higher",
         )
 

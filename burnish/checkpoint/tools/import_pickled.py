@@ -110,9 +110,9 @@ def pickled(
     assets_by_name = read_assets(assets)
     if language_within(assets_by_name[CONFIG]) is not None:
         raise IncompatibleError(
-            f"{assets} is of a model that also reads images, of which an import would hold the language model alone",
+            f"{assets} describes a model that also reads images; an import would keep only its language model",
             want="the configuration of its language model",
-            do="save that beside the tokenizer (AutoConfig.from_pretrained(...).get_text_config().save_pretrained(...)), and give "
+            do="save that configuration beside the tokenizer (AutoConfig.from_pretrained(...).get_text_config().save_pretrained(...)), and give "
             "its directory with --assets",
         )
     files = _verl_files(source) if kind == "verl" else _dcp_files(source)
@@ -354,7 +354,7 @@ def _unpickle(
             f"{source} cannot be unpickled safely",
             have=lines[-1][:1000]
             if lines
-            else f"a child process that ended with {child.returncode}",
+            else f"a process that ended with code {child.returncode}",
             want="tensors, and nothing that has to run code",
             do="convert it to safetensors with the program that wrote it",
         )
