@@ -109,13 +109,13 @@ def rl(config: Config, reward: Rewards = None, **settings: Any) -> Result:
 
 def run(method: str | type[Method], config: Config, **settings: Any) -> Result:
     """Train with a method: a built-in one's name, `file.py:Class`, or your own subclass of `burnish.Method`."""
-    found = load_method(method if isinstance(method, str) else name_of(method))
-    if not found.trains:
+    chosen = load_method(method if isinstance(method, str) else name_of(method))
+    if not chosen.trains:
         raise UsageError(
-            f"{found.name} trains nothing", do="call burnish.evaluate, which returns its numbers"
+            f"{chosen.name} trains nothing", do="call burnish.evaluate, which returns its numbers"
         )
-    loaded = found.named(_loaded(config, settings))
-    run_method(found, loaded)
+    loaded = chosen.named(_loaded(config, settings))
+    run_method(chosen, loaded)
     return Result(loaded.directory.absolute())
 
 
@@ -150,7 +150,7 @@ def config_at(place: str) -> tuple[RunConfig | Path | None, Path | None]:
         f"there is no run, no model and no configuration file {place}",
         have=f"nothing at {path.absolute()}",
         want="a run's directory, a model's directory or id, or a YAML file",
-        do="correct it",
+        do="correct the path or the id",
     )
 
 

@@ -73,22 +73,24 @@ class Table(Generic[T]):
         Raises `UsageError` for one that lacks methods of the protocol, or whose constructor does not take the protocol's
         arguments. Those with a default are needed only if they are in `asked`.
         """
-        found: Any = load_function(self.target(name, setting), setting)
+        loaded: Any = load_function(self.target(name, setting), setting)
         if name not in self.builtins:
             protocol: Any = load_function(self.protocol, setting)
-            lacking = "; ".join(_lacking(found, protocol, asked))
+            lacking = "; ".join(_lacking(loaded, protocol, asked))
             if lacking:
                 raise self._misfit(name, setting, lacking)
-        return found
+        return loaded
 
     def fingerprint(self, name: str, setting: str) -> str:
         """Return a digest of the file that defines a class of the user's; the name of a built-in one."""
         return name if name in self.builtins else fingerprint(self.target(name, setting), setting)
 
-    def require_complete(self, made: object, name: str, setting: str) -> None:
+    def require_complete(self, instance: object, name: str, setting: str) -> None:
         """Raise `UsageError` if an object of the class that `name` names lacks attributes of the protocol."""
         protocol: Any = load_function(self.protocol, setting)
-        missing = [each for each in _attributes(protocol) if not _has(made, each)]
+        missing = [
+            attribute for attribute in _attributes(protocol) if not _has(instance, attribute)
+        ]
         if missing:
             raise self._misfit(name, setting, f"no attributes {few(missing)}")
 
@@ -105,31 +107,31 @@ class Table(Generic[T]):
         """Return the entry points by name: each `module:Class` with its distribution."""
         from importlib.metadata import entry_points
 
-        found: dict[str, dict[str, str]] = {}
-        for each in entry_points(group=f"burnish.{self.kind}s"):
-            owner = each.dist.name if each.dist else "an unknown distribution"
-            found.setdefault(each.name, {})[f"{each.module}:{each.attr}"] = owner
-        return found
+        targets: dict[str, dict[str, str]] = {}
+        for entry in entry_points(group=f"burnish.{self.kind}s"):
+            owner = entry.dist.name if entry.dist else "an unknown distribution"
+            targets.setdefault(entry.name, {})[f"{entry.module}:{entry.attr}"] = owner
+        return targets
 
 
-def _lacking(found: Any, protocol: Any, asked: Collection[str]) -> Iterator[str]:
-    if not isinstance(found, type):
-        yield f"a {type(found).__name__}, which is no class"
+def _lacking(loaded: Any, protocol: Any, asked: Collection[str]) -> Iterator[str]:
+    if not isinstance(loaded, type):
+        yield f"a {type(loaded).__name__}, which is no class"
         return
-    if not hasattr(found, "__getattr__"):  # one that passes calls on is believed
-        abstract = getattr(found, "__abstractmethods__", ())
-        methods = [each for each in _methods(protocol) if not hasattr(found, each)]
-        methods += [each for each in _methods(protocol) if each in abstract]
+    if not hasattr(loaded, "__getattr__"):  # one that passes calls on is believed
+        abstract = getattr(loaded, "__abstractmethods__", ())
+        methods = [name for name in _methods(protocol) if not hasattr(loaded, name)]
+        methods += [name for name in _methods(protocol) if name in abstract]
         if methods:
             yield f"no methods {few(methods)}"
     parameters = [*inspect.signature(protocol).parameters.values()]
-    needed = [each for each in parameters if each.default is each.empty or each.name in asked]
-    keywords = {each.name: each for each in needed if each.kind is each.KEYWORD_ONLY}
-    positional = [each for each in needed if each.kind is each.POSITIONAL_OR_KEYWORD]
+    needed = [p for p in parameters if p.default is p.empty or p.name in asked]
+    keywords = {p.name: p for p in needed if p.kind is p.KEYWORD_ONLY}
+    positional = [p for p in needed if p.kind is p.POSITIONAL_OR_KEYWORD]
     try:
-        inspect.signature(found).bind(*positional, **keywords)
+        inspect.signature(loaded).bind(*positional, **keywords)
     except (TypeError, ValueError) as error:
-        names = ", ".join(each.name for each in needed)
+        names = ", ".join(p.name for p in needed)
         yield f"a constructor that does not take {names} ({error})"
 
 
@@ -153,8 +155,8 @@ def _attributes(protocol: Any) -> list[str]:
     ]
 
 
-def _has(made: object, name: str) -> bool:
-    return hasattr(type(made), name) or hasattr(made, name)
+def _has(instance: object, name: str) -> bool:
+    return hasattr(type(instance), name) or hasattr(instance, name)
 
 
 METHODS: Table[type[Method]] = Table("method", "burnish.method:Method", {})

@@ -244,7 +244,7 @@ class ModelShape(ModelSizes):
         family = family_of(kind)
         if not family.described:
             raise UsageError(
-                f"the shape of models of type {kind} is not known",
+                f"Burnish does not know the shape of models of type {kind}",
                 have=f"model_type: {kind}",
                 want=f"one of {names_of('described')}",
                 do="run a short training of it and read perf/max_memory_gb",

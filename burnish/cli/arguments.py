@@ -263,7 +263,7 @@ _POSITIONAL = {
             "a Hugging Face directory or id, or the directory of a run or of a step", nargs="?"
         ),
     ),
-    "RUNS": ("given", _argument("a directory of runs (default: runs), or compare A B", nargs="*")),
+    "RUNS": ("runs", _argument("a directory of runs (default: runs), or compare A B", nargs="*")),
     "RUNS_DIR": (
         "root",
         _argument("a run, or a directory or URL of runs; default: runs", nargs="?", default="runs"),

@@ -34,13 +34,13 @@ from burnish.tracking.progress import Progress
 _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 
 
-def chat(given: Namespace) -> None:
+def chat(arguments: Namespace) -> None:
     """Answer each line of standard input with a model, or a run's newest step; `/reset` begins anew."""
-    place = given.config
+    place = arguments.config
     step = None
     file, run = config_at(place) if place else (None, None)
     named = [f"model.path={place}"] if place and file is None else []
-    config = read_config(file, [*named, *given.overrides])
+    config = read_config(file, [*named, *arguments.overrides])
     if run is None:
         model = at_newest_steps(config.model_dump()).model
     else:

@@ -136,9 +136,9 @@ def list_steps(say: Say, path: PurePath) -> Report:
     heads = ("step", "size", "saved", "state", "pinned")
     _say_section(say, str(root), [heads, *map(_row, steps)], right=2)
     beside = _beside(root, source)
-    for what, found in beside.items():
-        if found:
-            say(f"  {what}: {', '.join(found)}")
+    for what, names in beside.items():
+        if names:
+            say(f"  {what}: {', '.join(names)}")
     return {"path": str(root), "steps": steps, **beside, "error": error}
 
 
@@ -190,8 +190,8 @@ def show_step(say: Say, path: PurePath, *, tensors: bool) -> Report:
         name: [{"name": e.name, "dtype": e.dtype, "shape": list(e.shape)} for e in entries]
         for name, entries in (sets if tensors else {}).items()
     }
-    for name, found in listed.items():
-        _say_section(say, name, [tuple(map(str, each.values())) for each in found])
+    for name, entries in listed.items():
+        _say_section(say, name, [tuple(map(str, entry.values())) for entry in entries])
     return report | {"tensors": listed} if tensors else report
 
 
@@ -321,11 +321,11 @@ def _problems(path: PurePath, source: Source, fast: bool) -> Iterator[BurnishErr
 
 
 def _problem(path: PurePath, error: BurnishError) -> dict[str, Any]:
-    found: dict[str, Any] = error.parts()
+    fields: dict[str, Any] = error.parts()
     if isinstance(error, DamagedBlock):
-        found["file"] = error.file.relative_to(path).as_posix()
-        found |= {"start": error.start, "stop": error.stop, "tensors": list(error.holds)}
-    return found
+        fields["file"] = error.file.relative_to(path).as_posix()
+        fields |= {"start": error.start, "stop": error.stop, "tensors": list(error.holds)}
+    return fields
 
 
 def pin_step(say: Say, path: Path, *, reason: str) -> Report:
@@ -400,15 +400,17 @@ def collect_garbage(say: Say, run: Path, *, dry_run: bool) -> Report:
             clear(root, LOCAL, removals)
             still = [step for step in gone if LOCAL.kind(step) is not None]
             freed -= sum(map(_file_bytes, [*still, *leftovers(root, LOCAL)]))
-        kept = [str(p) for p in step_paths(root, LOCAL).values() if not dry_run or p not in gone]
+        remaining = [
+            str(p) for p in step_paths(root, LOCAL).values() if not dry_run or p not in gone
+        ]
     removed = [str(p) for p in [*rest, *gone] if dry_run or LOCAL.kind(p) is None]
     for name in removed:
         say(f"{'would remove' if dry_run else 'removed'} {name}")
     if not config.is_file():
         say(f"all steps are kept, because there is no {config}")
     would = "would be " if dry_run else ""
-    say(f"{bytes_text(freed)} {would}freed, {count_text(len(kept), 'step')} kept")
-    report = {"path": str(root), "dry_run": dry_run, "removed": removed, "kept": kept}
+    say(f"{bytes_text(freed)} {would}freed, {count_text(len(remaining), 'step')} kept")
+    report = {"path": str(root), "dry_run": dry_run, "removed": removed, "kept": remaining}
     return report | {"bytes": freed, "error": removals.error()}
 
 

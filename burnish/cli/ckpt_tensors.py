@@ -38,25 +38,25 @@ def diff(say: Say, path: PurePath, other: PurePath, *, tensors: bool) -> Report:
     """Compare two steps or Hugging Face directories, and show the tensors that differ most; `same` says whether all are equal."""
     with _open(path) as first, _open(other) as second:
         say(f"A  {first.path}\nB  {second.path}")
-        found = list(compare_steps(first, second))
+        differences = list(compare_steps(first, second))
     sets: dict[str, Distance] = {}
-    for each in found:
-        total = sets.setdefault(each.key.partition("/")[0], Distance())
-        total.square += each.distance.square if each.distance else 0.0
-        total.square_of_a += each.distance.square_of_a if each.distance else 0.0
+    for difference in differences:
+        total = sets.setdefault(difference.key.partition("/")[0], Distance())
+        total.square += difference.distance.square if difference.distance else 0.0
+        total.square_of_a += difference.distance.square_of_a if difference.distance else 0.0
     for name, total in sets.items():
-        verdicts = Counter(e.verdict for e in found if e.key.startswith(f"{name}/"))
+        verdicts = Counter(e.verdict for e in differences if e.key.startswith(f"{name}/"))
         counts = ", ".join(f"{verdict}: {count}" for verdict, count in sorted(verdicts.items()))
         say(f"{name}  relative L2 {total.relative_l2:.3g}; tensors {counts}")
-    differing = [each for each in found if each.verdict != "equal"]
+    differing = [difference for difference in differences if difference.verdict != "equal"]
     differing.sort(key=lambda e: -e.distance.relative_l2 if e.distance else -math.inf)
-    for each in differing if tensors else differing[:_SHOWN_TENSORS]:
-        say(f"  {each.key}  {_words(each)}")
+    for difference in differing if tensors else differing[:_SHOWN_TENSORS]:
+        say(f"  {difference.key}  {_words(difference)}")
     if not tensors and len(differing) > _SHOWN_TENSORS:
         say(f"  and {len(differing) - _SHOWN_TENSORS} more, which --tensors shows")
-    all_verdicts = Counter(each.verdict for each in found)
+    all_verdicts = Counter(difference.verdict for difference in differences)
     report = {"a": str(first.path), "b": str(second.path), "same": not differing}
-    plain = [each.as_json() for each in found]
+    plain = [difference.as_json() for difference in differences]
     return {**report, "counts": dict(all_verdicts), "tensors": plain}
 
 
@@ -66,16 +66,16 @@ def _open(path: PurePath) -> TensorReader:
     return StepReader(one_step(path))
 
 
-def _words(found: TensorDiff) -> str:
-    a = found.a
-    b = found.b
-    distance = found.distance
-    if found.verdict == "another shape" and a and b:
+def _words(difference: TensorDiff) -> str:
+    a = difference.a
+    b = difference.b
+    distance = difference.distance
+    if difference.verdict == "another shape" and a and b:
         return f"another shape: {list(a.shape)}, {list(b.shape)}"
-    if found.verdict == "another kind" and a and b:
+    if difference.verdict == "another kind" and a and b:
         return f"another kind: {a.dtype}, {b.dtype}"
     if distance is None or a is None:
-        return found.verdict
+        return difference.verdict
     apart = (
         f"{distance.different:,} of {a.elements:,} elements, at most {distance.max_ulp:,} ulp, "
         f"relative L2 {distance.relative_l2:.3g}, relative {distance.max_relative:.3g}, absolute {distance.max_absolute:.3g}"

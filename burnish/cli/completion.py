@@ -23,21 +23,21 @@ _burnish() {{
 complete -o default -F _burnish burnish"""
 
 
-def completion(given: Namespace) -> None:
+def completion(arguments: Namespace) -> None:
     """Print the completion script that a shell evaluates at its start."""
     commands = dict(_commands(make_parser(), ""))
-    if given.shell == "fish":
+    if arguments.shell == "fish":
         lines = ["complete -c burnish -f -n __fish_use_subcommand -a '{}'".format(commands.pop(""))]
         for name, words in commands.items():
             seen = " ; and ".join(f"__fish_seen_subcommand_from {word}" for word in name.split())
             lines.append(f"complete -c burnish -n '{seen}' -a '{words}'")
         print_text("\n".join(lines))
         return
-    longest_first = sorted(commands.items(), key=lambda each: -len(each[0]))
+    longest_first = sorted(commands.items(), key=lambda item: -len(item[0]))
     cases = [
         f'        "{name}{name and " "}"*) words="{words}" ;;' for name, words in longest_first
     ]
-    zsh = "autoload -U +X bashcompinit && bashcompinit\n" if given.shell == "zsh" else ""
+    zsh = "autoload -U +X bashcompinit && bashcompinit\n" if arguments.shell == "zsh" else ""
     print_text(zsh + _BASH.format(cases="\n".join(cases)))
 
 

@@ -23,27 +23,27 @@ from burnish.launch.supervisor import run_once
 _MARKS = {"ok": "ok", "warning": "warning", "error": "ERROR"}
 
 
-def doctor(given: Namespace) -> None:
+def doctor(arguments: Namespace) -> None:
     """Print findings. Raises `BurnishError` if one of them keeps runs from working."""
-    if given.processes is not None or given.ray is not None:
-        argv = ["doctor", *given.places, *["--json"] * given.json]
-        with closing(launcher_of(given.ray, argv)) as launcher:
-            raise SystemExit(run_once(launcher, given.processes))
-    found = launch(
-        lambda layout, device: _examined(given.places or ["."], layout, device),
+    if arguments.processes is not None or arguments.ray is not None:
+        argv = ["doctor", *arguments.places, *["--json"] * arguments.json]
+        with closing(launcher_of(arguments.ray, argv)) as launcher:
+            raise SystemExit(run_once(launcher, arguments.processes))
+    findings = launch(
+        lambda layout, device: _examined(arguments.places or ["."], layout, device),
         DistributedConfig(),
     )
-    if not found:
+    if not findings:
         return
-    if given.json:
+    if arguments.json:
         shown = [
-            {"hosts": hosts, "verdict": each.verdict} | asdict(each)
-            for each, hosts in found.items()
+            {"hosts": hosts, "verdict": finding.verdict} | asdict(finding)
+            for finding, hosts in findings.items()
         ]
         print_text(json.dumps(shown, indent=1))
     else:
-        print_text("\n".join(_lines(found)))
-    if wrong := [each.part for each in found if each.verdict == "error"]:
+        print_text("\n".join(_lines(findings)))
+    if wrong := [finding.part for finding in findings if finding.verdict == "error"]:
         raise BurnishError(
             f"{count_text(len(wrong), 'thing')} would keep a run from working",
             have=", ".join(wrong),
@@ -53,24 +53,24 @@ def doctor(given: Namespace) -> None:
 
 def _examined(places: list[str], layout: Layout, device: torch.device) -> dict[Finding, list[str]]:
     """Return findings and their machines on rank 0, {} on other ranks. Collective."""
-    mine = list(look(places, layout, device))
-    found: dict[Finding, list[str]] = {}
-    for host, theirs in gather_objects((socket.gethostname(), mine), layout):
-        for each in theirs:
-            found.setdefault(each, []).append(host)
+    own = list(look(places, layout, device))
+    findings: dict[Finding, list[str]] = {}
+    for host, of_host in gather_objects((socket.gethostname(), own), layout):
+        for finding in of_host:
+            findings.setdefault(finding, []).append(host)
     if layout.world > 1:
         from burnish.check.links import measure
 
-        found |= {each: [] for each in measure(layout, device)}
-    return found if layout.is_main else {}
+        findings |= {finding: [] for finding in measure(layout, device)}
+    return findings if layout.is_main else {}
 
 
-def _lines(found: dict[Finding, list[str]]) -> list[str]:
-    machines = {host for hosts in found.values() for host in hosts}
+def _lines(findings: dict[Finding, list[str]]) -> list[str]:
+    machines = {host for hosts in findings.values() for host in hosts}
     rows: list[tuple[str, str, str]] = []
-    for each, hosts in found.items():
+    for finding, hosts in findings.items():
         where = f"{', '.join(hosts)}: " if hosts and set(hosts) != machines else ""
-        rows.append((_MARKS[each.verdict], each.part, where + each.found))
-        if each.want:
-            rows += [("", "", f"  want: {each.want}"), ("", "", f"  do:   {each.do}")]
+        rows.append((_MARKS[finding.verdict], finding.part, where + finding.found))
+        if finding.want:
+            rows += [("", "", f"  want: {finding.want}"), ("", "", f"  do:   {finding.do}")]
     return list(table(rows))

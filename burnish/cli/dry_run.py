@@ -19,27 +19,29 @@ from burnish.method import Method
 from burnish.runs.summary import summary
 
 
-def dry_run(given: Namespace, method: Method, config: RunConfig, run_dir: Path | None) -> None:
+def dry_run(arguments: Namespace, method: Method, config: RunConfig, run_dir: Path | None) -> None:
     """Print what a method would do on the devices that are named, or on this machine's."""
-    devices = getattr(given, "devices", None)
+    devices = getattr(arguments, "devices", None)
     layout = place_of(os.environ).layout
     target = devices_of(devices)
     world = layout.world if target is None else target.count
-    config, said = prepare(config, method, world, run_dir)
+    config, notices = prepare(config, method, world, run_dir)
     from burnish.runs.dry_run import set_up
 
-    found = set_up(config, method, run_dir)
+    setup = set_up(config, method, run_dir)
     if devices is None:
-        config = config.model_copy(update={"engine": found.engine})
+        config = config.model_copy(update={"engine": setup.engine})
     if layout.is_main:
         plan_for = partial(planner_of, config, method)
         memory = fit(plan_for, target) if method.trains else None
         paragraphs = (
             f"burnish {method.name} is ready to run",
             summary(config, method, world, run_dir, memory),
-            *(f"note: {notice}" for notice in said),
+            *(f"note: {notice}" for notice in notices),
             "No weights were loaded, and nothing was written to the run's directory. To run it:",
-            _started([*method.command, *filter(None, [given.config]), *given.overrides], world),
+            _started(
+                [*method.command, *filter(None, [arguments.config]), *arguments.overrides], world
+            ),
         )
         print_text("\n\n".join(paragraphs))
 
@@ -50,9 +52,18 @@ def _started(arguments: Sequence[str], world: int) -> str:
     from burnish.plan.devices import PER_MACHINE
 
     machines = world // PER_MACHINE if world % PER_MACHINE == 0 else 1
-    each = ["--nproc-per-node", str(world // machines)]
+    per_machine = ["--nproc-per-node", str(world // machines)]
     if machines == 1:
-        return f"  {shlex.join(['torchrun', *each, '-m', 'burnish', *arguments])}"
+        return f"  {shlex.join(['torchrun', *per_machine, '-m', 'burnish', *arguments])}"
     meeting = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "HOST:PORT"]
-    words = ["torchrun", "--nnodes", str(machines), *each, *meeting, "-m", "burnish", *arguments]
+    words = [
+        "torchrun",
+        "--nnodes",
+        str(machines),
+        *per_machine,
+        *meeting,
+        "-m",
+        "burnish",
+        *arguments,
+    ]
     return f"  {shlex.join(words)}\n\non each of {machines} machines, where HOST is one of them"

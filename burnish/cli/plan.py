@@ -49,11 +49,11 @@ def run_plan(arguments: Namespace) -> None:
     method = method_meant_by(config)
     planner = planner_of(method.named(config), method, devices)
     plans = planner.all_plans()
-    given = planner.as_configured()
+    configured = planner.as_configured()
     if arguments.json:
-        print_text(json.dumps(_as_json(plans, given, devices)))
+        print_text(json.dumps(_as_json(plans, configured, devices)))
     else:
-        lines = [*_lines(plans, given, planner, method), "", _ACCURACY[config.engine.kind]]
+        lines = [*_lines(plans, configured, planner, method), "", _ACCURACY[config.engine.kind]]
         print_text("\n".join(lines))
     if not plans:
         raise UsageError(
@@ -103,10 +103,10 @@ def devices_of(
     return devices_here(layout.world, layout.local_world)
 
 
-def _as_json(plans: Sequence[Plan], given: _Configured, devices: Devices) -> dict[str, Any]:
+def _as_json(plans: Sequence[Plan], configured: _Configured, devices: Devices) -> dict[str, Any]:
     from burnish.plan.devices import ASSUMPTIONS
 
-    plan, refused = given
+    plan, refused = configured
     return {
         "devices": asdict(devices),
         "usable_bytes": devices.usable,
@@ -134,7 +134,7 @@ def _fields(plan: Plan) -> dict[str, Any]:
 
 
 def _lines(
-    plans: Sequence[Plan], given: _Configured, planner: Planner, method: Method
+    plans: Sequence[Plan], configured: _Configured, planner: Planner, method: Method
 ) -> Iterator[str]:
     """Yield the best plan in full, the settings as they are, the next plans, and why others do not fit."""
     from burnish.plan.devices import ASSUMPTIONS
@@ -151,7 +151,7 @@ def _lines(
         yield f"\nRecommended: {_layout(best)}\n"
         yield from _phases(best)
         yield f"\nSettings:\n\n  {' '.join(best.overrides())}"
-    yield from _as_configured(given, fitting[0] if fitting else None)
+    yield from _as_configured(configured, fitting[0] if fitting else None)
     if len(fitting) > 1:
         yield f"\n{len(fitting)} of {len(plans)} layouts fit; after the recommended one:\n"
         rows = [["a step", "memory", "fullest", "layout"]]
@@ -167,8 +167,8 @@ def _lines(
     yield from (f"  {each}" for each in ASSUMPTIONS)
 
 
-def _as_configured(given: _Configured, best: Plan | None) -> Iterator[str]:
-    plan, refused = given
+def _as_configured(configured: _Configured, best: Plan | None) -> Iterator[str]:
+    plan, refused = configured
     if plan is None:
         yield f"\nAs configured it cannot run: {refused}"
         return

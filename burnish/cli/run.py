@@ -15,32 +15,37 @@ from burnish.methods.table import load_method
 from burnish.tracking.trackers import json_numbers
 
 
-def run_given(given: Namespace) -> None:
+def run_given(arguments: Namespace) -> None:
     """Run a command with a configuration; with `dry_run` only print what it would do on `devices`."""
-    method = load_method(given.method)
-    file = given.config
-    overrides = given.overrides
+    method = load_method(arguments.method)
+    file = arguments.config
+    overrides = arguments.overrides
     run_dir = None
     if file and not method.trains:
         file, run_dir = config_at(file)
-        overrides = overrides if file else [f"model.path={json.dumps(given.config)}", *overrides]
+        overrides = (
+            overrides if file else [f"model.path={json.dumps(arguments.config)}", *overrides]
+        )
     config = method.named(read_config(file, overrides))
     layout = place_of(os.environ).layout
-    devices = getattr(given, "devices", None)
-    as_json = getattr(given, "json", False)
-    if devices is not None and not given.dry_run:
+    devices = getattr(arguments, "devices", None)
+    as_json = getattr(arguments, "json", False)
+    if devices is not None and not arguments.dry_run:
         raise UsageError("--devices is for --dry-run", do="leave it out, or add --dry-run")
-    if as_json and given.dry_run:
+    if as_json and arguments.dry_run:
         raise UsageError("a dry run measures nothing that --json could print", do="leave one out")
-    if getattr(given, "processes", None) is not None or getattr(given, "ray", None) is not None:
+    if (
+        getattr(arguments, "processes", None) is not None
+        or getattr(arguments, "ray", None) is not None
+    ):
         from burnish.cli.launch import supervise
 
-        supervise(given, method)
+        supervise(arguments, method)
         return
-    if given.dry_run:
+    if arguments.dry_run:
         from burnish.cli.dry_run import dry_run
 
-        dry_run(given, method, config, run_dir)
+        dry_run(arguments, method, config, run_dir)
         return
     numbers = run_method(method, config, run_dir)
     if numbers and layout.is_main:

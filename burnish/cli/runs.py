@@ -24,9 +24,9 @@ _BARS = "▁▂▃▄▅▆▇█"
 Rows = list[dict[str, Any]]
 
 
-def runs(given: Namespace) -> None:
+def runs(arguments: Namespace) -> None:
     """Print the runs in a directory, newest last; with `compare A B` the settings and curves of two."""
-    command, *names = given.given or ["runs"]
+    command, *names = arguments.runs or ["runs"]
     if command == "compare" and len(names) == 2:
         tables = {"settings": _settings(names), "curves": _curves(names)}
     elif not names:
@@ -34,10 +34,10 @@ def runs(given: Namespace) -> None:
     else:
         raise UsageError(
             "runs takes one directory, or compare A B",
-            have=" ".join(given.given),
+            have=" ".join(arguments.runs),
             do="see burnish runs --help",
         )
-    if given.json:
+    if arguments.json:
         print_text(json.dumps(tables))
         return
     for rows in filter(None, tables.values()):
@@ -51,10 +51,14 @@ def _cell(value: Any) -> str:
 
 
 def _listed(root: Path) -> Rows:
-    found = find_runs(root)
-    if not found:
-        raise MissingError(f"there are no runs in {root}", want="a directory of runs", do="give it")
-    return [_described(RunDirectory(path)) for path in found]
+    directories = find_runs(root)
+    if not directories:
+        raise MissingError(
+            f"there are no runs in {root}",
+            want="a directory of runs",
+            do="give the directory that has them",
+        )
+    return [_described(RunDirectory(path)) for path in directories]
 
 
 def _described(run: RunDirectory) -> dict[str, Any]:
@@ -72,10 +76,10 @@ def _described(run: RunDirectory) -> dict[str, Any]:
 
 def _row(run: RunDirectory, curves: Curves, facts: Mapping[str, Any]) -> dict[str, Any]:
     age = duration(max(0.0, time.time() - run.environment.stat().st_mtime))
-    found = {name: curves.finite(name) for name in _SHOWN}
-    told = {n: _BEST[n](v) if n in _BEST else v[-1] for n, v in found.items() if v}
+    curves_by_name = {name: curves.finite(name) for name in _SHOWN}
+    shown = {n: _BEST[n](v) if n in _BEST else v[-1] for n, v in curves_by_name.items() if v}
     place = {"run": str(run.root), **{name: facts[name] for name in ("state", "step", "of")}}
-    return place | {"started": age} | {name: told.get(name) for name in _SHOWN}
+    return place | {"started": age} | {name: shown.get(name) for name in _SHOWN}
 
 
 def _settings(names: Sequence[str]) -> Rows:
@@ -89,15 +93,19 @@ def _settings(names: Sequence[str]) -> Rows:
 
 def _curves(names: Sequence[str]) -> Rows:
     logged = {name: Curves(RunDirectory(Path(name)).metrics).whole() for name in names}
-    found: Rows = []
+    rows: Rows = []
     for metric in (*_SHOWN, "actor/entropy", "response_length/mean"):
-        values = {run: each for run, curves in logged.items() if (each := curves.finite(metric))}
-        every = [value for each in values.values() for value in each]
-        for run, each in values.items():
-            ends = {"last": each[-1], "min": min(each), "max": max(each)}
-            curve = _sparkline(each, min(every), max(every))
-            found.append({"metric": metric, "run": run, "curve": curve, **ends})
-    return found
+        values = {
+            run: curve_values
+            for run, curves in logged.items()
+            if (curve_values := curves.finite(metric))
+        }
+        every = [value for curve_values in values.values() for value in curve_values]
+        for run, curve_values in values.items():
+            ends = {"last": curve_values[-1], "min": min(curve_values), "max": max(curve_values)}
+            curve = _sparkline(curve_values, min(every), max(every))
+            rows.append({"metric": metric, "run": run, "curve": curve, **ends})
+    return rows
 
 
 def _sparkline(values: Sequence[float], low: float, high: float) -> str:

@@ -23,9 +23,9 @@ from burnish.methods.table import method_meant_by
 from burnish.runs.run_directory import recorded_config
 
 
-def check_file(given: Namespace) -> None:
+def check_file(arguments: Namespace) -> None:
     """Check a configuration against the schema and the constraints between settings. Raises `UsageError` with all problems."""
-    config = read_config(given.config, given.overrides)
+    config = read_config(arguments.config, arguments.overrides)
     method = method_meant_by(config)
     method.check(config, world=None)
     console = Console(highlight=False, soft_wrap=True)
@@ -34,12 +34,12 @@ def check_file(given: Namespace) -> None:
         console.print(Text(f"note: {notice}"))
 
 
-def show(given: Namespace) -> None:
+def show(arguments: Namespace) -> None:
     """Print the whole resolved configuration, YAML with each value's origin as a comment."""
-    file = given.config
+    file = arguments.config
     if file and os.path.isdir(file):
         file = recorded(recorded_config(Path(file)))
-    config, origins = load_with_origins(file, given.overrides)
+    config, origins = load_with_origins(file, arguments.overrides)
     console = Console(highlight=False, soft_wrap=True)
     for line in dump_yaml(config, origins).splitlines():
         setting, mark, origin = line.rpartition("  # ")
@@ -51,11 +51,11 @@ def show(given: Namespace) -> None:
             console.print(Text.assemble((setting, "bold"), (mark + origin, "cyan")))
 
 
-def explain(given: Namespace) -> None:
+def explain(arguments: Namespace) -> None:
     """Print a setting's meaning, values and default; or the keys of a section; or all sections."""
     console = Console(highlight=False)
     keys = known_keys()
-    name = given.key
+    name = arguments.key
     if name is None:
         console.print(Text((RunConfig.__doc__ or "").strip()), end="\n\n")
         _list(console, [key for key in keys.values() if "." not in key.name])
@@ -77,23 +77,23 @@ def explain(given: Namespace) -> None:
         _list(console, below)
 
 
-def schema(given: Namespace) -> None:
+def schema(arguments: Namespace) -> None:
     """Print the JSON Schema of a configuration; one item may stand for a list."""
     print_text(json.dumps(_with_short_forms(RunConfig.model_json_schema()), indent=2))
 
 
 def _with_short_forms(part: Any) -> Any:
     if isinstance(part, list):
-        return [_with_short_forms(each) for each in part]
+        return [_with_short_forms(value) for value in part]
     if not isinstance(part, dict):
         return part
-    found = {name: _with_short_forms(each) for name, each in part.items()}
-    if found.get("type") != "array" or "prefixItems" in found:
-        return found
-    item = found["items"]
+    expanded = {name: _with_short_forms(value) for name, value in part.items()}
+    if expanded.get("type") != "array" or "prefixItems" in expanded:
+        return expanded
+    item = expanded["items"]
     item = {"anyOf": [item, {"type": "string"}]} if "$ref" in item else item
-    kept = {name: found.pop(name) for name in ("description", "default") if name in found}
-    return {**kept, "anyOf": [{**found, "items": item}, item]}
+    texts = {name: expanded.pop(name) for name in ("description", "default") if name in expanded}
+    return {**texts, "anyOf": [{**expanded, "items": item}, item]}
 
 
 def _facts(console: Console, key: Key) -> None:

@@ -200,17 +200,17 @@ def _broken(config: RunConfig, constraints: Sequence[_Constraint]) -> Iterator[B
                 do=f"set {name}={default}",
             )
             continue
-        some = " and ".join(settings)
+        subject = " and ".join(settings)
         wanted = " or ".join(values)
         first = f"set {needed}={values[0]}" if values else f"set {needed}"
         last = "change" if _parts(when)[1] else "remove"
         yield UsageError(
-            f"{some} {'needs' if len(settings) == 1 else 'need'} {needed}"
+            f"{subject} {'needs' if len(settings) == 1 else 'need'} {needed}"
             + (f" to be {wanted}" if values else "")
             + (f": {why}" if why else ""),
             have=_have(config, *settings, needed),
             want=f"{needed}: {wanted}" if values else f"a value of {needed}",
-            do=f"{first}, or {last} {some}",
+            do=f"{first}, or {last} {subject}",
         )
 
 
@@ -288,8 +288,10 @@ def setting_problems(config: RunConfig, world: int | None) -> Iterator[BurnishEr
 
 def model_problems(model: ModelConfig) -> Iterator[BurnishError]:
     """Yield why no model, or no adapter, follows from these settings."""
-    given = model.lora.model_dump(exclude_defaults=True)
-    others = ", ".join(f"model.lora.{each}" for each in given if each not in ("path", "publish"))
+    lora_settings = model.lora.model_dump(exclude_defaults=True)
+    others = ", ".join(
+        f"model.lora.{name}" for name in lora_settings if name not in ("path", "publish")
+    )
     if (model.path is None) == (model.fresh is None):
         yield UsageError(
             "exactly one of model.path and model.fresh has to be set",
@@ -304,7 +306,7 @@ def model_problems(model: ModelConfig) -> Iterator[BurnishError]:
             want="model.lora.path alone",
             do=f"remove {others}",
         )
-    if model.adapter is None and given:
+    if model.adapter is None and lora_settings:
         yield UsageError(
             "model.lora is set, and there is no adapter",
             have="model.lora.rank: 0",

@@ -43,7 +43,7 @@ def refused_credentials(config: RunConfig, origin_of: Callable[[str], str]) -> I
         yield UsageError(
             f"{name} holds a credential ({origin_of(name)})",
             have="a URL with a user, password or key" if is_url else f"{len(text)} characters",
-            want="none in a configuration: it is written into the run's directory and its report",
+            want="no credentials, because the configuration is written into the run's directory and its report",
             do=do,
         )
 
@@ -55,9 +55,9 @@ def with_environment(rewards: RewardConfig) -> tuple[RewardConfig, frozenset[str
     """
     functions = []
     values = set[str]()
-    for each in rewards.functions:
-        kwargs = _resolved(each.kwargs, "", f"{each.function}: kwargs", values)
-        functions.append(each.model_copy(update={"kwargs": kwargs}))
+    for function in rewards.functions:
+        kwargs = _resolved(function.kwargs, "", f"{function.function}: kwargs", values)
+        functions.append(function.model_copy(update={"kwargs": kwargs}))
     return rewards.model_copy(update={"functions": functions}), frozenset(values - {""})
 
 
@@ -73,8 +73,8 @@ def without_credentials(value: Any, key: str = "") -> Any:
 def _texts(value: Any, name: str, key: str) -> Iterator[tuple[str, str, str]]:
     """Yield name, nearest key and text of every text."""
     if isinstance(value, Mapping):
-        for each, inner in value.items():
-            yield from _texts(inner, f"{name}.{each}" if name else str(each), str(each))
+        for part, inner in value.items():
+            yield from _texts(inner, f"{name}.{part}" if name else str(part), str(part))
     elif isinstance(value, list | tuple):
         for index, inner in enumerate(value):
             yield from _texts(inner, f"{name}[{index}]", key)
@@ -93,13 +93,13 @@ def _is_credential(key: str, text: str) -> bool:
 
 def _resolved(value: Any, key: str, name: str, values: set[str]) -> Any:
     if isinstance(value, Mapping):
-        return {n: _resolved(each, str(n), f"{name}.{n}", values) for n, each in value.items()}
+        return {n: _resolved(item, str(n), f"{name}.{n}", values) for n, item in value.items()}
     if isinstance(value, list):
-        return [_resolved(each, key, name, values) for each in value]
-    found = _VARIABLE.fullmatch(value) if isinstance(value, str) and _is_key(key) else None
-    if found is None:
+        return [_resolved(item, key, name, values) for item in value]
+    match = _VARIABLE.fullmatch(value) if isinstance(value, str) and _is_key(key) else None
+    if match is None:
         return value
-    variable = found[1] or found[2]
+    variable = match[1] or match[2]
     if variable not in os.environ:
         raise UsageError(
             f"{name} names an environment variable that is not set",

@@ -137,8 +137,8 @@ def dotted(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
     if not isinstance(value, dict):
         yield key[1:], value
         return
-    for name, each in value.items():
-        yield from dotted(each, f"{key}.{name}")
+    for name, inner in value.items():
+        yield from dotted(inner, f"{key}.{name}")
 
 
 def recorded(path: PurePath, content: bytes | None = None) -> RunConfig:

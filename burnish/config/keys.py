@@ -58,26 +58,30 @@ def plain_name(name: str) -> str:
 
 
 def _keys(schema: _Schema, sections: _Schema, prefix: str, *, may_change: bool) -> Iterator[Key]:
-    for field, found in schema["properties"].items():
-        section = _referred(found, sections)
-        kinds = [each for each in found.get("anyOf", [found]) if each.get("type") != "null"]
+    for field, schema_of_field in schema["properties"].items():
+        section = _referred(schema_of_field, sections)
+        kinds = [
+            kind
+            for kind in schema_of_field.get("anyOf", [schema_of_field])
+            if kind.get("type") != "null"
+        ]
         is_list = kinds[0].get("type") == "array" and "prefixItems" not in kinds[0]
         texts = [kinds[0]["items"]] if is_list else kinds
-        item = _referred(found.get("items", {}), sections)
+        item = _referred(schema_of_field.get("items", {}), sections)
         inner = section.get("properties", {})
         name = prefix + field
-        default = inner["name"]["default"] if name in FORMULAS else found.get("default")
+        default = inner["name"]["default"] if name in FORMULAS else schema_of_field.get("default")
         key = Key(
             name=name,
-            doc=(section or found)["description"],
-            values=_words(found, sections),
+            doc=(section or schema_of_field)["description"],
+            values=_words(schema_of_field, sections),
             default=None if section and name not in FORMULAS else default,
             required=field in schema.get("required", ()),
-            may_change=may_change or MAY_CHANGE.items() <= found.items(),
+            may_change=may_change or MAY_CHANGE.items() <= schema_of_field.items(),
             section=tuple(inner),
             item=tuple(item.get("properties", ())),
             is_list=is_list,
-            is_text=all(each.get("type") == "string" for each in texts),
+            is_text=all(kind.get("type") == "string" for kind in texts),
         )
         yield key
         if section:
@@ -121,7 +125,7 @@ def _words(schema: _Schema, sections: _Schema) -> str:
     if "anyOf" in _referred(schema, sections):
         return "a name, or a mapping with the name and its settings"
     if "anyOf" in schema:
-        return ", or ".join(_words(each, sections) for each in schema["anyOf"])
+        return ", or ".join(_words(kind, sections) for kind in schema["anyOf"])
     if "$ref" in schema:
         return "a section of settings"
     if "enum" in schema:
@@ -136,8 +140,8 @@ def _words(schema: _Schema, sections: _Schema) -> str:
         return f"a list of mappings with the keys {', '.join(item['properties'])}"
     if "anyOf" in items or "pattern" in items:
         return f"a list of names, each {_words(items, sections)}"
-    each = [text.format(items[name]) for name, text in _BOUNDS.items() if name in items]
+    item_bounds = [text.format(items[name]) for name, text in _BOUNDS.items() if name in items]
     count = f"{len(schema['prefixItems'])} " if "prefixItems" in schema else ""
     return f"a list of {count}{_PLURALS[items['type']]}" + (
-        f", each {', '.join(each)}" if each else ""
+        f", each {', '.join(item_bounds)}" if item_bounds else ""
     )

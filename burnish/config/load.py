@@ -134,13 +134,13 @@ class _Draft:
                     f"{redacted(text)!r} is not an override",
                     have=redacted(text),
                     want="key=value",
-                    do="write as in optim.lr=1e-6",
+                    do="write it like optim.lr=1e-6",
                 )
             )
             return
         try:
-            found = parse_value(written, name, name)
-            self.set(name, _fitted(name, found.values, found.written), _COMMAND_LINE)
+            parsed = parse_value(written, name, name)
+            self.set(name, _fitted(name, parsed.values, parsed.written), _COMMAND_LINE)
         except UsageError:
             self.problems.append(
                 UsageError(
@@ -173,8 +173,8 @@ class _Draft:
             if not isinstance(target, dict):
                 self._note_no_mapping(".".join(above[:depth]), target, name, value)
                 return
-        for each in [each for each in self.origins if each.startswith((f"{name}.", f"{name}["))]:
-            del self.origins[each]  # it belongs to a part of the replaced value
+        for part in [part for part in self.origins if part.startswith((f"{name}.", f"{name}["))]:
+            del self.origins[part]  # it belongs to a part of the replaced value
         self.origins[name] = origin
         target[last] = value
 
@@ -185,8 +185,8 @@ class _Draft:
         before = above.get(last) if isinstance(above, dict) else None
         if isinstance(before, dict) and before.get("name", known_keys()[name].default) != formula:
             before.clear()
-            for each in [each for each in self.origins if each.startswith(f"{name}.")]:
-                del self.origins[each]
+            for own in [own for own in self.origins if own.startswith(f"{name}.")]:
+                del self.origins[own]
 
     def config(self, subject: str) -> RunConfig:
         """Return the configuration, or raise `UsageError` with all problems."""
@@ -215,11 +215,11 @@ class _Draft:
             if len(self.problems) >= _MOST_PROBLEMS:
                 return
 
-    def _note_no_mapping(self, above: str, found: Any, name: str, value: Any) -> None:
+    def _note_no_mapping(self, above: str, whole: Any, name: str, value: Any) -> None:
         key = known_keys().get(above)
         if key is not None and "a mapping" in key.values:
             fault = "has a value that does not fit"
-            self._note_misfit(above, fault, found, f"give {above} as a mapping to set {name}")
+            self._note_misfit(above, fault, whole, f"give {above} as a mapping to set {name}")
         elif key is None or not key.section:  # pydantic reports a wrong section
             self._note_unknown(name, value)
 
@@ -264,7 +264,9 @@ class _Draft:
             UsageError(
                 f"{formula} {named} has no setting {last} ({_origin(self.origins, name)})",
                 have=redacted(f"{name}: {_shown(value)}"),
-                want=f"one of {', '.join(own)}" if own else f"none: {named} has no settings",
+                want=f"one of {', '.join(own)}"
+                if own
+                else f"no settings, because {named} has none",
                 do=do or f"remove it; `burnish config explain {formula}` lists all",
             )
         )
@@ -317,13 +319,13 @@ def _origin(origins: Mapping[str, str], name: str) -> str:
     while whole and whole not in origins:
         whole = whole[: max(whole.rfind("."), whole.rfind("["), 0)]
         whole = "" if _is_section(whole) else whole
-    found = [origins[whole]] if whole else []
-    found += {
+    sources = [origins[whole]] if whole else []
+    sources += {
         origin
         for part, origin in origins.items()
         if part.startswith(f"{name}.") and origin in (_COMMAND_LINE, _ARGUMENT)
     }
-    return ", ".join(found) or DEFAULT
+    return ", ".join(sources) or DEFAULT
 
 
 def _name_of(location: Sequence[int | str]) -> str:

@@ -79,6 +79,6 @@ def remedies(
         ),
     ]
     order = {part: number for number, part in enumerate(parts)}
-    found = [(part, setting) for applies, some, setting in table if applies for part in some]
-    found.sort(key=lambda each: order.get(each[0], len(order)))
-    return list(dict.fromkeys(setting for _, setting in found))
+    hints = [(part, setting) for applies, freed, setting in table if applies for part in freed]
+    hints.sort(key=lambda hint: order.get(hint[0], len(order)))
+    return list(dict.fromkeys(setting for _, setting in hints))

@@ -76,7 +76,7 @@ class _Loader(CoreLoader):
             f"{self.name}:{mark.line + 1} is too large for settings",
             have=f"more than {_MOST_VALUES} values, or more than {_DEEPEST} levels",
             want="fewer, with every alias expanded",
-            do="give the configuration file",
+            do="check that this is the configuration you mean",
         )
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
@@ -86,9 +86,9 @@ class _Loader(CoreLoader):
             value = super().construct_object(node, deep)
         except (ValueError, KeyError):  # `!!int abc`, `!!bool abc`, more digits than `int` takes
             value = _LARGEST
-        if isinstance(value, str) and (found := _NO_TEXT.search(value)):
+        if isinstance(value, str) and (match := _NO_TEXT.search(value)):
             value = _LARGEST
-            problem = f"a text with the character {found[0]!a}"
+            problem = f"a text with the character {match[0]!a}"
         if isinstance(value, int) and abs(value) >= _LARGEST:
             mark: Any = node.start_mark
             raise yaml.MarkedYAMLError(problem=problem, problem_mark=mark)
@@ -127,15 +127,15 @@ def parse_document(text: str, source: str) -> Document:
 
     `source` names the text in errors. Raises `UsageError` with the line.
     """
-    found = parse_value(text, source)
-    if not isinstance(found.values, dict | None):
+    document = parse_value(text, source)
+    if not isinstance(document.values, dict | None):
         raise UsageError(
             f"{source} does not hold settings",
-            have=f"a {'list' if isinstance(found.values, list) else 'single value'} at the top level",
+            have=f"a {'list' if isinstance(document.values, list) else 'single value'} at the top level",
             want="a mapping",
             do="write `key: value` lines; `burnish config explain` lists the keys",
         )
-    return replace(found, values=found.values or {})
+    return replace(document, values=document.values or {})
 
 
 def parse_value(text: str, source: str, path: str = "") -> Document:
@@ -145,7 +145,7 @@ def parse_value(text: str, source: str, path: str = "") -> Document:
             f"{source} is too long for settings",
             have=f"more than {MOST_CHARACTERS} characters",
             want="fewer",
-            do="give the configuration file",
+            do="check that this is the configuration you mean",
         )
     try:
         loader = _Loader(text, source)

@@ -38,27 +38,27 @@ class RunIdentity:
     """The name of the method."""
     config: RunConfig
 
-    def require_trainer(self, place: object, found: object) -> None:
+    def require_trainer(self, place: object, recorded: object) -> None:
         """Raise `IncompatibleError` if another command trains the run at `place`."""
-        if found != self.trainer:
+        if recorded != self.trainer:
             raise IncompatibleError(
                 f"{place} holds a run of another kind",
-                have=f"burnish {found}",
+                have=f"burnish {recorded}",
                 want=f"burnish {self.trainer}",
                 do="set name=NAME to begin another run",
             )
 
     def require_same(self, run_dir: PurePath, recorded: RunConfig) -> None:
         """Raise `IncompatibleError`, with a table, if another run's configuration is recorded."""
-        found = settings_difference(recorded, self.config)
-        if not found:
+        differing = settings_difference(recorded, self.config)
+        if not differing:
             return
         rows = [("setting", "have", "want")]
-        rows += [(key, *_cells(before, after)) for key, (before, after) in found.items()]
+        rows += [(key, *_cells(before, after)) for key, (before, after) in differing.items()]
         lines = [f"{run_dir} belongs to another configuration", *table(rows)]
         raise IncompatibleError(
             "\n  ".join(lines),
-            have=f"a run that differs in {', '.join(found)}",
+            have=f"a run that differs in {', '.join(differing)}",
             want="the configuration that began this run",
             do="restore the settings above, set resume=fresh to begin anew, or name=NAME for another run; "
             "model.path=RUN_DIR lets it begin with what the other learned",

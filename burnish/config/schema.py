@@ -375,10 +375,10 @@ class RewardConfig(Section):
 
         FUNCTION/NAME of verl functions are missing: only answers name them.
         """
-        given = [function.function.rpartition(":")[2] for function in self.functions]
-        given += [model.part_name for model in self.models]
+        bases = [function.function.rpartition(":")[2] for function in self.functions]
+        bases += [model.part_name for model in self.models]
         names: list[str] = []
-        for base in given:
+        for base in bases:
             name = base
             number = 1
             while name in names:
@@ -498,8 +498,8 @@ class FormulaConfig(Section):
         return dict(self.model_extra or {})
 
     def __str__(self) -> str:
-        given = [f"{key} {value}" for key, value in self.settings.items() if value is not None]
-        return f"{self.name} ({', '.join(given)})" if given else self.name
+        parts = [f"{key} {value}" for key, value in self.settings.items() if value is not None]
+        return f"{self.name} ({', '.join(parts)})" if parts else self.name
 
     def settings_as(self, section: type[Own]) -> Own:
         """Return the formula's own settings as its class has them. Raises pydantic's `ValidationError`."""
@@ -513,13 +513,13 @@ class FormulaConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _check_own_settings(cls, value: Any) -> Any:
-        given = {"name": value} if isinstance(value, str) else {} if value is None else value
-        if not isinstance(given, Mapping):
-            return given
-        name = given.get("name", cls.model_fields["name"].default)
+        formula = {"name": value} if isinstance(value, str) else {} if value is None else value
+        if not isinstance(formula, Mapping):
+            return formula
+        name = formula.get("name", cls.model_fields["name"].default)
         if not isinstance(name, str) or ":" in name:
-            return given
-        own = {key: each for key, each in given.items() if key != "name"}
+            return formula
+        own = {key: each for key, each in formula.items() if key != "name"}
         return {
             "name": name,
             **cls.own_settings.get(name, Section).model_validate(own).model_dump(),
@@ -533,12 +533,12 @@ class FormulaConfig(Section):
         schema = handler.resolve_ref_schema(handler(core))
         name = schema["properties"]["name"]
         for section in cls.own_settings.values():
-            for key, found in section.model_json_schema()["properties"].items():
-                text = found["description"]
+            for key, field in section.model_json_schema()["properties"].items():
+                text = field["description"]
                 described = f"{', '.join(cls.formulas_with(key))}: {text[0].lower()}{text[1:]}"
-                schema["properties"][key] = {**found, "description": described}
+                schema["properties"][key] = {**field, "description": described}
         alone = {
-            key: each for key, each in name.items() if key in ("anyOf", "enum", "pattern", "type")
+            key: value for key, value in name.items() if key in ("anyOf", "enum", "pattern", "type")
         }
         schema["anyOf"] = [alone, {"type": schema.pop("type")}]
         return schema

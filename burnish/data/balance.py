@@ -51,8 +51,8 @@ class Shares:
 
     def microbatches(self, rank: int) -> list[Integers]:
         """Return the ascending sequence indices of each of a rank's micro-batches."""
-        mine = np.flatnonzero(self.ranks == rank)
-        return [mine[self.places[mine] == number] for number in range(self.rounds)]
+        sequences = np.flatnonzero(self.ranks == rank)
+        return [sequences[self.places[sequences] == number] for number in range(self.rounds)]
 
 
 def share_out(
@@ -79,16 +79,16 @@ def share_out(
     sizes = sizes[falling]
     group = inverse(falling)[group]
     count = max(1, -(-int(lengths.sum()) // (budget * ranks))) * ranks
-    found = divide(whole, sizes, budget, count)
-    if found is None:
+    division = divide(whole, sizes, budget, count)
+    if division is None:
         tight = _packed(sizes, budget)
         fewest = count
         count = -(-(int(tight.max()) + 1) // ranks) * ranks
-        found = divide(whole, sizes, budget, count) if count > fewest else None
-        if found is None:
-            found = _Division(_spread(tight, whole, count), whole, sizes, budget, count)
-            found.level()
-    return _dealt(found.bins[group], found.loads, ranks)
+        division = divide(whole, sizes, budget, count) if count > fewest else None
+        if division is None:
+            division = _Division(_spread(tight, whole, count), whole, sizes, budget, count)
+            division.level()
+    return _group_into_rounds(division.bins[group], division.loads, ranks)
 
 
 def share_evenly(costs: Costs, ranks: int) -> Integers:
@@ -173,14 +173,14 @@ def _spread(bins: Integers, costs: Integers, count: int) -> Integers:
     return bins
 
 
-def _dealt(bins: Integers, loads: Integers, ranks: int) -> Shares:
+def _group_into_rounds(bins: Integers, loads: Integers, ranks: int) -> Shares:
     """Group bins of similar cost into rounds; the cheapest rank so far gets the costliest bin."""
     rounds = _order(loads.max() - loads).reshape(-1, ranks)
     totals = np.zeros(ranks, dtype=np.int64)
-    for each in rounds:
+    for members in rounds:
         idlest = np.argsort(totals, kind="stable")
-        each[idlest] = each.copy()
-        totals += loads[each]
+        members[idlest] = members.copy()
+        totals += loads[members]
     ordered = np.concatenate([rounds[::2][::-1], rounds[1::2]])
     round_of, rank_of = np.divmod(inverse(ordered.ravel()), ranks)
     imbalance = ranks * float(loads[rounds].max(axis=1).sum() / max(loads.sum(), 1))
@@ -196,9 +196,9 @@ def divide(costs: Integers, sizes: Integers, limit: int, count: int) -> _Divisio
         if by_size is None:
             return None
         bins = by_size[inverse(longest)]
-    found = _Division(bins, costs, sizes, limit, count)
-    found.level()
-    return found
+    division = _Division(bins, costs, sizes, limit, count)
+    division.level()
+    return division
 
 
 def _by_falling_cost(costs: Integers, sizes: Integers, limit: int, count: int) -> Integers | None:
@@ -228,10 +228,11 @@ def _by_falling_cost(costs: Integers, sizes: Integers, limit: int, count: int) -
         other = (room < 0) | (sizes[items] <= full)
         stops = np.flatnonzero(idler | other[1:])
         end = int(stops[0]) + 1 if len(stops) else len(idlest)
-        given = idlest[:end]
+        chosen = idlest[:end]
         start = start + end
-        bins[start - end : start] = given
-        loads[given], rooms[given] = after[:end], room[:end]
+        bins[start - end : start] = chosen
+        loads[chosen] = after[:end]
+        rooms[chosen] = room[:end]
         patience -= bool(other[end : end + 1].any())
     return bins
 
@@ -254,29 +255,31 @@ class _Division:
         """Exchange items until that helps no more, or limits are reached."""
         if (self.loads <= self._enough).all():
             return
-        held = self._held()
+        items = self._items_by_bin()
         for apart, partners in _EFFORTS:
             turn = 0
             missed = 0
             left = _COMPARED
             while missed < _MISSES and left > 0 and (self.loads > self._enough).any():
-                pairs, exchanged = self._exchange(held, apart, partners, turn)
+                pairs, exchanged = self._exchange(items, apart, partners, turn)
                 missed = 0 if exchanged else missed + 1
                 turn = turn + 1
-                left -= max(pairs * len(held) * min(apart, len(held)) * 2, 1)
+                left -= max(pairs * len(items) * min(apart, len(items)) * 2, 1)
 
-    def _held(self) -> Integers:
+    def _items_by_bin(self) -> Integers:
         """Return the items of each bin [places, bins], not all of a very large bin."""
         bins = self.bins[:-1]
-        held = by_share(bins, self._count)
+        ordered = by_share(bins, self._count)
         sizes = np.bincount(bins, minlength=self._count)
         # 2^17: a cost and a place fit into 63 bits.
-        most = min(int(sizes.max()), 4 * len(held) // self._count + 8, 1 << 17)
+        most = min(int(sizes.max()), 4 * len(ordered) // self._count + 8, 1 << 17)
         places = np.arange(most + 1)[:, None]
-        found = np.where(places < np.minimum(sizes, most), sizes.cumsum() - sizes + places, -1)
-        return np.append(held, len(held))[found]
+        places_in_order = np.where(
+            places < np.minimum(sizes, most), sizes.cumsum() - sizes + places, -1
+        )
+        return np.append(ordered, len(ordered))[places_in_order]
 
-    def _exchange(self, held: Integers, apart: int, partners: int, turn: int) -> tuple[int, bool]:
+    def _exchange(self, items: Integers, apart: int, partners: int, turn: int) -> tuple[int, bool]:
         """Exchange items of costly and idle bins. Return the number of pairs, and whether any exchanged."""
         loads = self.loads
         ranked = _order(self.loads)
@@ -287,32 +290,36 @@ class _Division:
         low = ranked[:-count].take(np.arange(first, first + count * partners), mode="wrap")
         high = np.tile(ranked[::-1][:count], partners)
         half = (loads[high] - loads[low]) // 2
-        given, taken, error = self._best(held, high, low, half, apart)
+        high_places, low_places, error = self._best(items, high, low, half, apart)
         after = np.maximum(loads[low] + half + error, self._enough)
         best = after.reshape(partners, count).argmin(axis=0) * count + np.arange(count)
         best = best[error[best] < half[best]]
         high = high[best]
         low = low[best]
-        got = held[taken[best], low]
-        lost = held[given[best], high]
-        held[given[best], high], held[taken[best], low] = got, lost
-        self.bins[got], self.bins[lost] = high, low
+        got = items[low_places[best], low]
+        lost = items[high_places[best], high]
+        items[high_places[best], high] = got
+        items[low_places[best], low] = lost
+        self.bins[got] = high
+        self.bins[lost] = low
         for sums, values in ((loads, self._costs), (self._fills, self._sizes)):
             sums[high] += values[got] - values[lost]
             sums[low] += values[lost] - values[got]
         return len(half), len(best) > 0
 
     def _best(
-        self, held: Integers, high: Integers, low: Integers, wanted: Integers, apart: int
+        self, items: Integers, high: Integers, low: Integers, wanted: Integers, apart: int
     ) -> tuple[Integers, Integers, Integers]:
         """Return [P] the places of each pair's two items whose exchange moves nearest to `wanted`, and the error."""
-        width = len(held)
-        bits = len(held).bit_length()
-        # `found` holds an error and, in its last bits, a place: one minimum finds both.
+        width = len(items)
+        bits = len(items).bit_length()
+        # One of `errors` has an error and, in its last bits, a place: one minimum finds both.
         # The longer axis must be contiguous, which is many times as fast.
-        mine, theirs = (held[:, b] if width > len(b) else held.take(b, 1) for b in (high, low))
-        give = (self._costs[mine] - wanted) << bits
-        take = self._costs[theirs] << bits
+        high_items, low_items = (
+            items[:, b] if width > len(b) else items.take(b, 1) for b in (high, low)
+        )
+        give = (self._costs[high_items] - wanted) << bits
+        take = self._costs[low_items] << bits
         room = self._limit - self._fills[low]
         spare = self._limit - self._fills[high]
         is_tight = min(room.min(), spare.min()) < self._longest
@@ -324,14 +331,14 @@ class _Division:
             other = max(-shift, 0)
             one = slice(start, width - other)
             two = slice(other, width - start)
-            found = np.abs(give[one] - take[two])
-            found |= np.arange(start, width - other)[:, None]
+            errors = np.abs(give[one] - take[two])
+            errors |= np.arange(start, width - other)[:, None]
             if is_tight:
-                growth = self._sizes[mine[one]] - self._sizes[theirs[two]]
-                found[(growth > room) | (-growth > spare)] = _NEVER
-            found = found.min(axis=0)
-            better = found < least
-            least = np.where(better, found, least)
+                growth = self._sizes[high_items[one]] - self._sizes[low_items[two]]
+                errors[(growth > room) | (-growth > spare)] = _NEVER
+            errors = errors.min(axis=0)
+            better = errors < least
+            least = np.where(better, errors, least)
             shifts = np.where(better, shift, shifts)
-        given = least & ((1 << bits) - 1)
-        return given, given - shifts, least >> bits
+        high_places = least & ((1 << bits) - 1)
+        return high_places, high_places - shifts, least >> bits

@@ -90,8 +90,8 @@ def make_batch(
 
     Raises `UsageError` for no examples, for one over the budget, and as `outlines_of` does.
     """
-    given = dict(examples if isinstance(examples, Mapping) else enumerate(examples))
-    outlines = outlines or outlines_of(given)
+    by_number = dict(examples if isinstance(examples, Mapping) else enumerate(examples))
+    outlines = outlines or outlines_of(by_number)
     if not len(outlines.lengths):
         raise UsageError("a batch of no examples", want="at least one example")
     _check_lengths(outlines.lengths, tokens_per_device)
@@ -103,13 +103,14 @@ def make_batch(
         "num_tokens": int(outlines.trained.sum()),
         "num_sequences": int(np.count_nonzero(outlines.trained)),
     }
-    here = given
+    own_examples = by_number
     if owners is not None and not (owners < 0).any():
-        here = _brought(given, outlines, shares, layout)
+        own_examples = _brought(by_number, outlines, shares, layout)
     # A rank without examples in a round runs filler: with fewer rounds than the others it would miss their collectives.
     filler = _filler(outlines.columns)
     packed = [
-        _pack([here[i] for i in numbers.tolist()] or [filler], outlines.columns) for numbers in own
+        _pack([own_examples[i] for i in numbers.tolist()] or [filler], outlines.columns)
+        for numbers in own
     ]
     return Batch(
         microbatches=tuple(
@@ -219,20 +220,20 @@ def _follows(starts: Integers, prompts: Integers, lengths: Integers, limit: int)
     places = np.arange(len(lengths))
     places -= np.maximum.accumulate(places * ~follows)
     follows &= places % _MOST_TOGETHER > 0
-    each = np.flatnonzero(~follows)
-    last = np.append(each[1:], len(lengths))
-    tokens = np.zeros_like(each)
-    while len(each):  # each pass takes the next example of every run
-        own = lengths[each]
+    current = np.flatnonzero(~follows)
+    last = np.append(current[1:], len(lengths))
+    tokens = np.zeros_like(current)
+    while len(current):  # each pass takes the next example of every run
+        own = lengths[current]
         tokens += own
         over = tokens > limit
-        follows[each] &= ~over
+        follows[current] &= ~over
         tokens -= over * (tokens - own)
-        each = each + 1
-        if not (more := each < last).all():
-            each = each[more]
-            last = last[more]
-            tokens = tokens[more]
+        current = current + 1
+        if not (goes_on := current < last).all():
+            current = current[goes_on]
+            last = last[goes_on]
+            tokens = tokens[goes_on]
     return follows
 
 
@@ -253,11 +254,11 @@ def _check_lengths(lengths: Integers, budget: int) -> None:
 
 def _common(columns: Mapping[int, Mapping[str, tuple[int, ...]]]) -> Mapping[str, tuple[int, ...]]:
     first = next(iter(columns.values()), {})
-    for index, each in columns.items():
-        if odd := each.keys() ^ first.keys():
+    for index, shapes in columns.items():
+        if odd := shapes.keys() ^ first.keys():
             raise UsageError(
                 f"only some examples have {', '.join(sorted(odd))}",
-                have=f"{', '.join(each) or 'none'} of example {index}, {', '.join(first) or 'none'} of the first",
+                have=f"{', '.join(shapes) or 'none'} of example {index}, {', '.join(first) or 'none'} of the first",
                 want="all or none",
             )
     return first

@@ -47,8 +47,12 @@ class Conversation:
     @property
     def turns(self) -> list[int]:
         """Indices of trained assistant messages, without those of `weight: 0`."""
-        said = [i for i, each in enumerate(self.messages) if each.get("role") == "assistant"]
-        return [i for i in said if i >= self.trained_from and self.messages[i].get("weight") != 0]
+        answers = [
+            i for i, message in enumerate(self.messages) if message.get("role") == "assistant"
+        ]
+        return [
+            i for i in answers if i >= self.trained_from and self.messages[i].get("weight") != 0
+        ]
 
 
 class ChatEncoder:
@@ -101,8 +105,8 @@ class ChatEncoder:
         """Next message's role → its first token, if that token is what ends the assistant's turn."""
         if last is None:
             openers = {"user": past, "tool": end_of_turn_id(tokenizer, "tool")}
-            found = {role: token for role, token in openers.items() if token in eos_token_ids}
-            self._openers = {r: t for r, t in found.items() if t is not None and t != self._eos}
+            ending = {role: token for role, token in openers.items() if token in eos_token_ids}
+            self._openers = {r: t for r, t in ending.items() if t is not None and t != self._eos}
         self._stops = [*self._past_ends, *eos_token_ids]
         # Compare with `plain`: the tokens for a sequence's beginning and end may have the same id.
         plain, closed = (
@@ -172,8 +176,8 @@ class ChatEncoder:
         if last.get("role") == "assistant":
             last = last | {"content": f"{text_in(last['content'])}{answer}"}
             return str(self._template.render([*before, last], name))
-        said = {"role": "assistant", "content": answer}
-        return str(self._template.render([*messages, said], name))
+        turn = {"role": "assistant", "content": answer}
+        return str(self._template.render([*messages, turn], name))
 
     def _checked(self, row: Conversation, **options: Any) -> str:
         """Render the row, and look for its words in the text."""

@@ -69,9 +69,9 @@ def example_format(data: DataConfig, rows: Rows) -> tuple[_ExampleKind, tuple[st
         "text": data.text_column,
     }
     chosen = [kind for kind, name in named.items() if name is not None]
-    for each in chosen or formats:
-        if all(map(rows.has, formats[each].values())):
-            return each, tuple(formats[each].values())
+    for kind in chosen or formats:
+        if all(map(rows.has, formats[kind].values())):
+            return kind, tuple(formats[kind].values())
     if not chosen and not rows.has(prompt):
         settings = "data.messages_column, data.prompt_column or data.text_column"
         raise rows.missing((*_MESSAGES_COLUMNS, *_PROMPT_COLUMNS, "text"), settings)
@@ -84,11 +84,11 @@ def prompt_column(data: DataConfig, rows: Rows) -> str:
     """Return the prompt column for RL, chosen in the same way. Raises `MissingError`."""
     chosen = data.prompt_column or data.messages_column
     names = (chosen,) if chosen else (_PROMPT_COLUMNS[0], *_MESSAGES_COLUMNS, *_PROMPT_COLUMNS[1:])
-    found = _first(names, rows)
-    if found is None:
+    column = _first(names, rows)
+    if column is None:
         is_chat = data.messages_column and not data.prompt_column
         raise rows.missing(names, f"data.{'messages' if is_chat else 'prompt'}_column")
-    return found
+    return column
 
 
 def holds_chats(data: DataConfig, column: str) -> bool:

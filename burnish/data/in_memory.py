@@ -26,7 +26,7 @@ def stored(value: Any, setting: str) -> Any:
     Raises `MissingError` without the split, and `UsageError` for data that can be read only once.
     """
     if isinstance(value, list | tuple):
-        return [stored(each, setting) for each in value]
+        return [stored(entry, setting) for entry in value]
     if isinstance(value, datasets.IterableDataset | datasets.IterableDatasetDict):
         raise UsageError(
             f"{setting} is a {type(value).__name__}, whose rows can be read only in order",
@@ -41,30 +41,30 @@ def stored(value: Any, setting: str) -> Any:
     folder = root / _digest(value)
     if not folder.exists():
         root.mkdir(parents=True, exist_ok=True)
-        made = Path(mkdtemp(dir=root))
+        temporary = Path(mkdtemp(dir=root))
         shown = not datasets.are_progress_bars_disabled()
         datasets.disable_progress_bars()
         try:
-            value.save_to_disk(made / folder.name)
+            value.save_to_disk(temporary / folder.name)
         finally:
             if shown:
                 datasets.enable_progress_bars()
         if not folder.exists():
-            os.rename(made / folder.name, folder)
-        shutil.rmtree(made)
+            os.rename(temporary / folder.name, folder)
+        shutil.rmtree(temporary)
     return str(folder)
 
 
 def with_stored(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return settings in which paths replace data sets."""
-    found = dict(settings)
+    with_paths = dict(settings)
     for name in ("train", "validation"):
-        if f"data.{name}" in found:
-            found[f"data.{name}"] = stored(found[f"data.{name}"], f"data.{name}")
-        data = found.get("data")
+        if f"data.{name}" in with_paths:
+            with_paths[f"data.{name}"] = stored(with_paths[f"data.{name}"], f"data.{name}")
+        data = with_paths.get("data")
         if isinstance(data, Mapping) and name in data:
-            found["data"] = {**data, name: stored(data[name], f"data.{name}")}
-    return found
+            with_paths["data"] = {**data, name: stored(data[name], f"data.{name}")}
+    return with_paths
 
 
 def _digest(rows: datasets.Dataset) -> str:

@@ -47,8 +47,8 @@ def key_of(tokenizer: PreTrainedTokenizerBase, others: object) -> str | None:
     today = date.today() if "strftime_now" in template else None
     rules = [tokenizer.backend_tokenizer.to_str(), template, type(tokenizer).__name__]
     settings = [tokenizer.special_tokens_map, sorted(tokenizer.init_kwargs.items(), key=str)]
-    found = (rules, settings, _code(), today, others)
-    return xxhash.xxh3_128_hexdigest(repr(found).encode())
+    determinants = (rules, settings, _code(), today, others)
+    return xxhash.xxh3_128_hexdigest(repr(determinants).encode())
 
 
 @cache
@@ -89,12 +89,12 @@ def write_lengths(key: str, lengths: Lengths) -> None:
 
 def _remove_old(directory: Path) -> None:
     """Remove the least recently used files over `MOST_BYTES`. Other processes may do so at the same time."""
-    found = []
+    files = []
     for file in directory.iterdir():
         with suppress(FileNotFoundError):
-            found.append((file.stat().st_mtime_ns, file.stat().st_size, file))
+            files.append((file.stat().st_mtime_ns, file.stat().st_size, file))
     total = 0
-    for _, size, file in sorted(found, reverse=True):
+    for _, size, file in sorted(files, reverse=True):
         total += size
         if total > MOST_BYTES:
             file.unlink(missing_ok=True)

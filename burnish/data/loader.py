@@ -89,25 +89,25 @@ class Loader:
         """Return the next `count` indices, across epochs; by epoch, at most the rest of this one."""
         if self._by_epoch:
             count = min(count, self.size - self.cursor % self.size)
-        taken: list[int] = []
-        while len(taken) < count:
+        indices: list[int] = []
+        while len(indices) < count:
             # Epoch and place follow from the cursor, and an epoch's order from its seed. So a checkpoint holds one number, and no
             # loader has to skip what a run has had. It counts samples of all ranks: another number of ranks reads on from it.
             epoch, start = divmod(self.cursor, self.size)
-            part = self._order(epoch)[start : start + count - len(taken)]
-            taken.extend(part.tolist())
+            part = self._order(epoch)[start : start + count - len(indices)]
+            indices.extend(part.tolist())
             self.cursor += len(part)
-        return taken
+        return indices
 
     def _order(self, epoch: int) -> _Indices:
         if self._epoch is None or self._epoch[0] != epoch:
             if self._shuffle:
-                found = order(self._seed, epoch, self.size, self._difficulty)
+                indices = order(self._seed, epoch, self.size, self._difficulty)
             elif self._difficulty is None:
-                found = np.arange(self.size, dtype=np.int64)
+                indices = np.arange(self.size, dtype=np.int64)
             else:
-                found = np.argsort(self._difficulty, kind="stable").astype(np.int64, copy=False)
-            self._epoch = (epoch, found)
+                indices = np.argsort(self._difficulty, kind="stable").astype(np.int64, copy=False)
+            self._epoch = (epoch, indices)
         return self._epoch[1]
 
 
@@ -165,14 +165,14 @@ class MeasuredLoader(Loader):
 
     def take(self, count: int) -> list[int]:
         """See `Loader.take`."""
-        taken: list[int] = []
-        while len(taken) < count:
+        indices: list[int] = []
+        while len(indices) < count:
             epoch, at = divmod(self.cursor, self.size)
             index = int(self._order(epoch)[at])
             self.cursor += 1
             if self._is_due(epoch, index):
-                taken.append(index)
-        return taken
+                indices.append(index)
+        return indices
 
     def update(self, indices: Sequence[int], are_alike: Sequence[bool]) -> None:
         """See `Loader.update`."""
@@ -207,8 +207,8 @@ class MixedLoader(Loader):
         """See `Loader.take`."""
         period, start = divmod(self.cursor, PERIOD)
         before = np.bincount(self._pattern[:start], minlength=len(self._loaders))
-        for loader, share, taken in zip(self._loaders, self._counts, before, strict=True):
-            loader.cursor = int(period * share + taken)
+        for loader, share, drawn in zip(self._loaders, self._counts, before, strict=True):
+            loader.cursor = int(period * share + drawn)
         numbers = range(self.cursor, self.cursor + count)
         sources = [int(self._pattern[number % PERIOD]) for number in numbers]
         self.cursor += count

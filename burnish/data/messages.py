@@ -247,7 +247,7 @@ def _read_marks(message: Message, name: str) -> None:
     if unread or any(value not in (0, 1) for value in marks.values()):
         key = next((k for k, value in marks.items() if value not in (0, 1)), *unread[:1])
         raise UsageError(
-            f"{name} has a mark of training that cannot be honoured",
+            f"{name} does not say clearly whether to train on it",
             have=f"{key}: {message.get(key, marks.get(key))!r:.60}",
             want="weight, loss or train: true, false, 1 or 0",
             do="correct or remove it",
@@ -255,9 +255,9 @@ def _read_marks(message: Message, name: str) -> None:
     trained = {key: bool(value) != (key in _MASKED) for key, value in marks.items()}
     if len(set(trained.values())) > 1:
         raise UsageError(
-            f"{name} has marks of training that contradict each other",
+            f"{name} says twice whether to train on it, and differently",
             have=", ".join(f"{key}: {marks[key]!r}" for key in marks),
-            do="leave one of them",
+            do="remove all but one of them",
         )
     others = [key for key, value in trained.items() if value and _TRAINED.get(key)]
     if others and message["role"] != "assistant":
@@ -270,11 +270,15 @@ def _read_marks(message: Message, name: str) -> None:
         message["weight"] = 0
 
 
-def _cleaned(value: Any, kept: str = "") -> Any:
+def _cleaned(value: Any, untouched: str = "") -> Any:
     if isinstance(value, dict):
-        return {k: v if k == kept else _cleaned(v, kept) for k, v in value.items() if v is not None}
+        return {
+            k: v if k == untouched else _cleaned(v, untouched)
+            for k, v in value.items()
+            if v is not None
+        }
     if isinstance(value, list):
-        return [_cleaned(item, kept) for item in value]
+        return [_cleaned(item, untouched) for item in value]
     return value
 
 

@@ -120,7 +120,7 @@ class Rows:
 
     def missing(self, names: Sequence[str], setting: str) -> MissingError:
         """Return the error for rows without any of these columns."""
-        near = [found for name in names for found in get_close_matches(name, self.columns, n=1)]
+        near = [match for name in names for match in get_close_matches(name, self.columns, n=1)]
         return MissingError(
             f"no column {' or '.join(map(repr, names))} in {_listed(self.files)}",
             have="columns " + ", ".join(self.columns),
@@ -185,8 +185,11 @@ def load_rows(
 
 def _states(files: Sequence[Path]) -> list[list[int]]:
     """Return numbers that change with a file; `cp -p` and `rsync -t` keep only the mtime."""
-    found = map(os.stat, files)
-    return [[each.st_size, each.st_mtime_ns, each.st_ctime_ns, each.st_ino] for each in found]
+    statuses = map(os.stat, files)
+    return [
+        [status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino]
+        for status in statuses
+    ]
 
 
 def _arrow_files(directory: Path) -> list[Path]:
@@ -219,22 +222,22 @@ def matching_files(path: str, setting: str) -> list[Path]:
             want="a file, which can be read twice",
             do="write the rows to a file",
         )
-    found = [plain]
+    files = [plain]
     if not plain.is_file():
         from burnish.data.entries import entry_files
 
         with of_setting(setting):
-            found, notice = entry_files(path, setting)
+            files, notice = entry_files(path, setting)
         if notice:
             _log.warning(notice)
-    if not found:
+    if not files:
         raise MissingError(
             f"{setting}: nothing to read at {path}",
             have=neighbours(plain),
             want=f"a file, a directory of {', '.join(READERS)} files, or a pattern that matches",
             do=f"correct {setting}",
         )
-    return [file.absolute() for file in found]
+    return [file.absolute() for file in files]
 
 
 def kind_of(files: Sequence[PurePath], setting: str) -> str:
@@ -330,20 +333,22 @@ def _convert_parquet(files: Sequence[Path], directory: Path, setting: str) -> No
             datasets.enable_progress_bars()
 
 
-def _fits(found: Any, want: Any) -> bool:
-    """Return whether type `want` keeps all values of `found`."""
-    found, want = (t.value_type if pa.types.is_dictionary(t) else t for t in (found, want))
-    names = [str(t).removeprefix("large_").removesuffix("_view") for t in (found, want)]
-    if pa.types.is_null(found) or names[0] == names[1]:
+def _fits(source: Any, target: Any) -> bool:
+    """Return whether type `target` keeps all values of `source`."""
+    source, target = (t.value_type if pa.types.is_dictionary(t) else t for t in (source, target))
+    names = [str(t).removeprefix("large_").removesuffix("_view") for t in (source, target)]
+    if pa.types.is_null(source) or names[0] == names[1]:
         return True
-    if pa.types.is_struct(found) and pa.types.is_struct(want):
-        fields = {each.name: each.type for each in want}
-        return all(each.name in fields and _fits(each.type, fields[each.name]) for each in found)
-    if hasattr(found, "value_type") and hasattr(want, "value_type"):  # lists
-        return _fits(found.value_type, want.value_type)
-    if pa.types.is_floating(found) and pa.types.is_floating(want):
-        return bool(found.bit_width <= want.bit_width)
-    return bool(pa.types.is_integer(found) and pa.types.is_integer(want))
+    if pa.types.is_struct(source) and pa.types.is_struct(target):
+        fields = {field.name: field.type for field in target}
+        return all(
+            field.name in fields and _fits(field.type, fields[field.name]) for field in source
+        )
+    if hasattr(source, "value_type") and hasattr(target, "value_type"):  # lists
+        return _fits(source.value_type, target.value_type)
+    if pa.types.is_floating(source) and pa.types.is_floating(target):
+        return bool(source.bit_width <= target.bit_width)
+    return bool(pa.types.is_integer(source) and pa.types.is_integer(target))
 
 
 def _require_alike(files: Sequence[Path], setting: str) -> None:
@@ -352,9 +357,9 @@ def _require_alike(files: Sequence[Path], setting: str) -> None:
     for file in files:
         do = "write it again, or correct its suffix"
         with refusing(f"{file} is not a complete Parquet file", do=do):
-            found = {field.name: field.type for field in pa.parquet.read_schema(file)}
-        wanted = found if wanted is None else wanted
-        for name, type_ in found.items():
+            columns = {field.name: field.type for field in pa.parquet.read_schema(file)}
+        wanted = columns if wanted is None else wanted
+        for name, type_ in columns.items():
             if name not in wanted or not _fits(type_, wanted[name]):
                 raise UsageError(
                     f"{setting}: the columns of {file} are not those of {files[0]}",

@@ -68,8 +68,8 @@ def local_folder_files(folder: Path, part: str, setting: str) -> tuple[list[Path
 def pattern_files(path: str, pattern: Path, setting: str) -> tuple[list[Path], str]:
     """Return the local files that match a pattern, and a notice as `EntryFiles` has it."""
     names = sorted(glob.glob(str(pattern), recursive=True))
-    found = [name for name in names if Path(name).is_file()]
-    return [Path(name) for name in found], _contrary(path, setting, found)
+    files = [name for name in names if Path(name).is_file()]
+    return [Path(name) for name in files], _contrary(path, setting, files)
 
 
 def folder_files(url: str, setting: str, policy: RetryPolicy | None = None) -> FolderFiles:
@@ -183,15 +183,15 @@ def _in_folder(
             want=", ".join(READERS),
             do="convert them",
         )
-    left = [name for name in (*data, *packed) if name not in set(chosen)]
-    if left and not part:
-        return chosen, f"{setting} is the split {split} of {base}, without {few(left)}"
+    left_out = [name for name in (*data, *packed) if name not in set(chosen)]
+    if left_out and not part:
+        return chosen, f"{setting} is the split {split} of {base}, without {few(left_out)}"
     return chosen, "" if part else _contrary(base, setting, chosen)
 
 
 def _without_states(base: str, names: Sequence[str], read: _Read) -> list[str]:
     """Leave out what `save_to_disk` writes besides the rows, and Arrow files of an earlier call."""
-    found = [name for name in names if name != _DICT]
+    remaining = [name for name in names if name != _DICT]
     for state in [name for name in names if PurePosixPath(name).name == _STATE]:
         folder = PurePosixPath(state).parent
         if str(folder / _INFO) not in names:
@@ -199,7 +199,7 @@ def _without_states(base: str, names: Sequence[str], read: _Read) -> list[str]:
         problem = f"{base}/{state} is not a file of save_to_disk"
         with refusing(problem, do="save the rows again"):
             files = [
-                str(folder / each["filename"]) for each in json.loads(read(state))["_data_files"]
+                str(folder / entry["filename"]) for entry in json.loads(read(state))["_data_files"]
             ]
         if missing := [name for name in files if name not in names]:
             raise UsageError(
@@ -208,8 +208,8 @@ def _without_states(base: str, names: Sequence[str], read: _Read) -> list[str]:
                 want=f"every file that {state} names",
                 do="copy the whole folder, or save the rows again",
             )
-        found = [name for name in found if PurePosixPath(name).parent != folder] + files
-    return found
+        remaining = [name for name in remaining if PurePosixPath(name).parent != folder] + files
+    return remaining
 
 
 def _by_name(names: Sequence[str]) -> _Splits:
@@ -221,15 +221,15 @@ def _by_name(names: Sequence[str]) -> _Splits:
             patterns = get_data_patterns(str(shown))
         except FileNotFoundError:  # `datasets` takes config.json and the like for no data
             return {"": []}
-        found: dict[str, list[str]] = {}
-        for split, each in patterns.items():
+        splits: dict[str, list[str]] = {}
+        for split, patterns_of_split in patterns.items():
             name = "" if patterns == DEFAULT_PATTERNS_ALL else str(split)
-            found[name] = []
-            for pattern in each:
+            splits[name] = []
+            for pattern in patterns_of_split:
                 with suppress(FileNotFoundError):
                     paths = map(Path, resolve_pattern(pattern, str(shown)))
-                    found[name] += [path.relative_to(shown).as_posix() for path in paths]
-        return found
+                    splits[name] += [path.relative_to(shown).as_posix() for path in paths]
+        return splits
 
 
 def _by_datasets(
@@ -244,7 +244,7 @@ def _by_datasets(
             builder: Any = datasets.load_dataset_builder(str(shown), name=subset, cache_dir=cache)
             splits: dict[str, Sequence[str]] = {}
             for split, files in builder.config.data_files.items():
-                splits[str(split)] = [Path(each).relative_to(shown).as_posix() for each in files]
+                splits[str(split)] = [Path(file).relative_to(shown).as_posix() for file in files]
         except (ValueError, OSError) as error:  # no data files, a broken card, or a path elsewhere
             raise MissingError(
                 f"`datasets` does not understand the data set {base}",
@@ -282,7 +282,7 @@ def _subset(base: str, part: str, shown: Path) -> str:
             f"the data set {base} has {'no such subset' if first else 'several subsets'}",
             have=", ".join(subsets),
             want=FORMS["dataset"],
-            do=f"as {base}:{subsets[0]}",
+            do=f"name one, as in {base}:{subsets[0]}",
         )
     return usual
 
@@ -292,29 +292,31 @@ def _split(base: str, part: str, subset: str, setting: str, splits: _Splits) -> 
     first, _, second = part.partition("/")
     named = second if first == subset else part
     wanted = [named] if named else _SPLITS[setting]
-    found = next((name for name in wanted if name in splits), None)
-    if found is None:
-        held = [name for name in splits if name]
-        other = f"{subset}/{held[0]}" if subset and held else "".join(held[:1])
+    split = next((name for name in wanted if name in splits), None)
+    if split is None:
+        available = [name for name in splits if name]
+        other = f"{subset}/{available[0]}" if subset and available else "".join(available[:1])
         raise MissingError(
             f"{base} has no split {' or '.join(wanted)}",
-            have=", ".join(held) or "files without names of splits",
+            have=", ".join(available) or "files without names of splits",
             want=FORMS["dataset"],
-            do=f"to read it, name it: {base}:{other}" if held else f"name its files: {base}/PATH",
+            do=f"to read it, name it: {base}:{other}"
+            if available
+            else f"name its files: {base}/PATH",
         )
-    return found
+    return split
 
 
 def usual_split(splits: Mapping[str, Any], setting: str) -> str:
     """Return the split of a `DatasetDict` that suits a setting. Raises `MissingError`."""
-    found = next((name for name in _SPLITS[setting] if name in splits), None)
-    if found is None:
+    split = next((name for name in _SPLITS[setting] if name in splits), None)
+    if split is None:
         raise MissingError(
             f"{setting}: the DatasetDict has no split {' or '.join(_SPLITS[setting])}",
             have=", ".join(splits),
             do="give one of its splits",
         )
-    return found
+    return split
 
 
 def _contrary(base: str, setting: str, names: Sequence[str]) -> str:

@@ -92,7 +92,7 @@ class StreamedRows(Rows):
     shared: str = ""
     """Name of the cache files in which one process of a machine stores windows for the others; "" for none."""
     _fetching: dict[int, Future[list[bytes]]] = field(default_factory=dict)
-    _kept: dict[StreamedFile, bytes] = field(default_factory=dict)
+    _pieces: dict[StreamedFile, bytes] = field(default_factory=dict)
     """The files of a source with a single window, which every epoch needs."""
     _read: dict[int, _Window] = field(default_factory=dict)
     _columns: Row = field(default_factory=dict)
@@ -173,8 +173,8 @@ class StreamedRows(Rows):
     def _fetch(self, number: int) -> list[bytes]:
         """Fetch a window without Arrow: the process may end during this thread."""
         parts = list(self._parts(number))
-        if self._kept:
-            return [self._kept[file] for file, _, _ in parts]
+        if self._pieces:
+            return [self._pieces[file] for file, _, _ in parts]
 
         def fetch() -> bytes:
             return b"".join(file.read(first, last) for file, first, last in parts)
@@ -185,7 +185,7 @@ class StreamedRows(Rows):
         ends = accumulate((last - first for _, first, last in parts), initial=0)
         pieces = [data[begin:end] for begin, end in pairwise(ends)]
         if self.windows == 1:
-            self._kept.update(zip((file for file, _, _ in parts), pieces, strict=True))
+            self._pieces.update(zip((file for file, _, _ in parts), pieces, strict=True))
         return pieces
 
     def _rows_in(self, number: int, fetched: Sequence[bytes]) -> _Window:
@@ -264,7 +264,7 @@ class Stream(Mixture[Item]):
         """Raises `UsageError` for a broken row among the first ones."""
         super().__init__(parts)
         self._rows = tuple(cast("StreamedRows", part.rows) for part in parts)
-        self._taken: dict[int, Item] = {}
+        self._items_ahead: dict[int, Item] = {}
         self._warned: dict[str, set[str]] = {}
         self._broken = 0
         for number, part in enumerate(self.parts):
@@ -279,7 +279,7 @@ class Stream(Mixture[Item]):
         """See `ItemSequence.items`."""
         items: list[Item] = []
         for index in indices:
-            item = self._taken.pop(index, None)
+            item = self._items_ahead.pop(index, None)
             if item is None:
                 place, number = divmod(index, len(self.parts))
                 _, item = self.at(number, place)
@@ -309,7 +309,7 @@ class Stream(Mixture[Item]):
 
     def keep(self, index: int, item: Item) -> None:
         """Keep an item for the next `items` with this index."""
-        self._taken[index] = item
+        self._items_ahead[index] = item
 
     def _usable(self, part: RowDataset[Item], place: int) -> Item | None:
         try:
@@ -359,19 +359,19 @@ class StreamLoader(Loader):
 
     def take(self, count: int) -> list[int]:
         """Return the next `count` indices, and read their samples."""
-        taken: list[int] = []
+        indices: list[int] = []
         places = list(self._places)
         for cursor in range(self.cursor, self.cursor + count):
             number = int(self._pattern[cursor % PERIOD])
             place, item = self._stream.at(number, places[number], ahead=True)
             index = place * len(places) + number
             self._stream.keep(index, item)
-            taken.append(index)
+            indices.append(index)
             places[number] = place + 1
         # Only now, so that an error leaves the loader where it was.
         self.cursor += count
         self._places = tuple(places)
-        return taken
+        return indices
 
 
 def _shards(path: str, setting: str) -> Iterator[StreamedFile]:
@@ -390,8 +390,8 @@ def _shards(path: str, setting: str) -> Iterator[StreamedFile]:
         return
     for local in matching_files(path, setting):
         remote = Remote(Url("file", "", str(local.parent).strip("/")))
-        if (found := remote.stat(local.name)) is not None:
-            yield StreamedFile(remote, local.name, found.size, found.version)
+        if (status := remote.stat(local.name)) is not None:
+            yield StreamedFile(remote, local.name, status.size, status.version)
 
 
 def _lines(shard: StreamedFile, begin: int, data: bytes) -> Iterator[tuple[int, bytes]]:
@@ -464,11 +464,13 @@ class _Bytes(AbstractBufferedFile):  # type: ignore[misc]
         return before + within + after
 
 
-def _remove_from_cache(name: str, kept: range) -> None:
-    """Remove a stream's windows except the `kept` ones, and all windows older than a day."""
+def _remove_from_cache(name: str, still_needed: range) -> None:
+    """Remove a stream's windows except the `still_needed` ones, and all windows older than a day."""
     for path in (cache_root() / _SHARED).glob("*"):
         number = path.name.removeprefix(name).removesuffix(".lock")
-        is_mine = path.name.startswith(name) and number.isdigit() and int(number) not in kept
+        is_mine = (
+            path.name.startswith(name) and number.isdigit() and int(number) not in still_needed
+        )
         with suppress(OSError):
             if is_mine or time.time() - path.stat().st_mtime > _DAY:
                 path.unlink()

@@ -118,7 +118,7 @@ class RowDataset(ItemSequence[Item]):
         self._encoder = self.encoder(tokenizer, data, limit, eos_token_ids, strict=strict)
         self._strict = strict
         self._eos = tuple(eos_token_ids)
-        self._told: set[str] = set()
+        self._reported: set[str] = set()
         self._used: tuple[str, ...] = ()
         """The columns that are read."""
 
@@ -133,7 +133,7 @@ class RowDataset(ItemSequence[Item]):
     def _scan(self, progress: Progress | None) -> None:
         """Measure all rows, unless streamed. Keep those neither empty nor too long."""
         if self.rows.is_streamed:
-            self._kept = self.lengths = np.zeros(0, np.int64)
+            self._usable = self.lengths = np.zeros(0, np.int64)
             self.digest = self.rows.digest
             return
         total = len(self.rows)
@@ -155,13 +155,13 @@ class RowDataset(ItemSequence[Item]):
             )
         self.dropped_overlong = int(over.sum())
         self.dropped_untrained = int((lengths == 0).sum())
-        self._kept = np.flatnonzero(~over & (lengths > 0))
-        self.lengths = lengths[self._kept]
+        self._usable = np.flatnonzero(~over & (lengths > 0))
+        self.lengths = lengths[self._usable]
         if not len(self):
             raise UsageError(
                 f"no row of {', '.join(self.rows.files[:2])} can be used",
                 have=f"{total} rows: {self.dropped_overlong} over {setting}={limit}, {self.dropped_untrained} with nothing to train on, such as a message of the role assistant",
-                want="at least one row that is left",
+                want="at least one row to use",
                 do=f"{do}, or correct the data",
             )
         if self.dropped_overlong:
@@ -182,15 +182,15 @@ class RowDataset(ItemSequence[Item]):
         from burnish.data import length_cache
 
         key = length_cache.key_of(self._tokenizer, named)
-        found: Lengths | None = length_cache.read_lengths(key) if key else None
+        lengths: Lengths | None = length_cache.read_lengths(key) if key else None
         contents = gather_objects(rows.digest.partition(" ")[0], self._layout)
         sharing = self._layout if len(set(contents)) == 1 else Layout()
-        if any_rank(found is None, sharing) or found is None:
+        if any_rank(lengths is None, sharing) or lengths is None:
             with progress.phase("tokenizing", len(rows)) as bar:
-                found = self._tokenized(bar, sharing)
-            if key and found[0].sum() >= WORTH_KEEPING and self._layout.local_rank == 0:
-                length_cache.write_lengths(key, found)
-        return found
+                lengths = self._tokenized(bar, sharing)
+            if key and lengths[0].sum() >= WORTH_KEEPING and self._layout.local_rank == 0:
+                length_cache.write_lengths(key, lengths)
+        return lengths
 
     def _tokenized(self, bar: Bar, sharing: Layout) -> Lengths:
         """Tokenize this rank's spans of rows; return all ranks'. Collective."""
@@ -227,8 +227,10 @@ class RowDataset(ItemSequence[Item]):
         """Log the warnings of streamed rows, which no scan has collected."""
         if not self.rows.is_streamed:
             return
-        new = {key: each for key, each in self._encoder.warnings.items() if key not in self._told}
-        self._told |= new.keys()
+        new = {
+            key: each for key, each in self._encoder.warnings.items() if key not in self._reported
+        }
+        self._reported |= new.keys()
         for warning in new.values():
             logger.warning("%s", warning)
 
@@ -261,27 +263,30 @@ class RowDataset(ItemSequence[Item]):
 
     def _require_no_chat_settings(self, name: str) -> None:
         data = self._data
-        given = [key for key in ("system_prompt", "chat_template_kwargs") if getattr(data, key)]
-        if given:
+        chat_settings = [
+            key for key in ("system_prompt", "chat_template_kwargs") if getattr(data, key)
+        ]
+        if chat_settings:
             raise UsageError(
                 f"{name} is plain text, without the chat template",
-                have=" and ".join(f"data.{key}" for key in given) + ", which are for conversations",
+                have=" and ".join(f"data.{key}" for key in chat_settings)
+                + ", which are for conversations",
                 want="messages, or prompts that become a user's message",
-                do=f"set data.string_prompts=user, or remove {' and '.join(f'data.{key}' for key in given)}",
+                do=f"set data.string_prompts=user, or remove {' and '.join(f'data.{key}' for key in chat_settings)}",
             )
 
     def __len__(self) -> int:
-        return len(self._kept)
+        return len(self._usable)
 
     @property
     def kept_rows(self) -> npt.NDArray[np.int64]:
         """Numbers of the rows that the items are made of, [len(self)]."""
-        return self._kept
+        return self._usable
 
     @property
     def first_row(self) -> str:
         """The first item's row, for an error message."""
-        return self.rows.where(0 if self.rows.is_streamed else int(self._kept[0]))
+        return self.rows.where(0 if self.rows.is_streamed else int(self._usable[0]))
 
     def difficulty(self) -> Difficulty | None:
         """Return the column of `data.curriculum`. Raises `UsageError` for other values than numbers."""
@@ -302,11 +307,11 @@ class RowDataset(ItemSequence[Item]):
                 want="a number in every row",
                 do="correct the rows, or name another column",
             )
-        return numbers[self._kept] * (1.0 if name == named else -1.0)
+        return numbers[self._usable] * (1.0 if name == named else -1.0)
 
     def items(self, indices: Sequence[int]) -> list[Item]:
         """See `ItemSequence.items`."""
-        return self.make(self._kept[list(indices)].tolist())
+        return self.make(self._usable[list(indices)].tolist())
 
 
 class PromptDataset(RowDataset[Prompt]):
@@ -433,12 +438,12 @@ class Mixture(ItemSequence[Item]):
     def items(self, indices: Sequence[int]) -> list[Item]:
         """See `ItemSequence.items`."""
         numbers = np.searchsorted(self._ends, indices, side="right")
-        made = dict[int, Item]()
+        by_place = dict[int, Item]()
         for number in set(numbers.tolist()):
             places = np.flatnonzero(numbers == number)
             own = (np.asarray(indices, np.int64)[places] - self._ends[number]).tolist()
-            made.update(zip(places.tolist(), self.parts[number].items(own), strict=True))
-        return [made[place] for place in range(len(indices))]
+            by_place.update(zip(places.tolist(), self.parts[number].items(own), strict=True))
+        return [by_place[place] for place in range(len(indices))]
 
 
 class AlignedRows(ItemSequence[tuple[Any, ...]]):
@@ -449,8 +454,8 @@ class AlignedRows(ItemSequence[tuple[Any, ...]]):
 
     def __init__(self, parts: Sequence[RowDataset[Any]]) -> None:
         self.parts = tuple(parts)
-        kept = [set(part.kept_rows.tolist()) for part in parts]
-        self._rows = sorted(set.intersection(*kept))
+        rows_of_parts = [set(part.kept_rows.tolist()) for part in parts]
+        self._rows = sorted(set.intersection(*rows_of_parts))
         if not self._rows:
             raise UsageError(
                 "no row can be used as a whole",
@@ -458,7 +463,7 @@ class AlignedRows(ItemSequence[tuple[Any, ...]]):
                 want="at least one row with all of its parts",
                 do="correct the data",
             )
-        if dropped := len(set.union(*kept)) - len(self._rows):
+        if dropped := len(set.union(*rows_of_parts)) - len(self._rows):
             logger.warning("dropped %d rows: a part of each was dropped", dropped)
         digests = [*(part.digest for part in parts), *map(str, self._rows)]
         self.digest = xxhash.xxh3_128_hexdigest(" ".join(digests).encode())

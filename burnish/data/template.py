@@ -54,8 +54,8 @@ class ChatTemplate:
                 f"{name} is a conversation, and the tokenizer has no chat template",
                 do="set model.chat_template to a Jinja file, or use plain prompts and completions",
             )
-        given = {"tools": tools, "documents": documents}
-        variables = self._variables | {key: value for key, value in given.items() if value}
+        extras = {"tools": tools, "documents": documents}
+        variables = self._variables | {key: value for key, value in extras.items() if value}
         try:
             fitted = [self._fitted(message) for message in messages]
             return render(self._tokenizer, fitted, **{"tokenize": False} | variables | options)
@@ -121,8 +121,8 @@ class ChatTemplate:
         """Whether the template joins arguments to a text, so that they have to be one."""
         arguments = {_ONE: _TWO}
 
-        def written(given: Any) -> str:
-            function = {"name": "look", "arguments": given}
+        def written(value: Any) -> str:
+            function = {"name": "look", "arguments": value}
             call = {"id": "qzjx00001", "type": "function", "function": function}
             asks = {"role": "assistant", "content": "", "tool_calls": [call]}
             return self.rendered([_ASKED, asks]) or ""
@@ -140,8 +140,8 @@ class ChatTemplate:
         named = [key for key in THOUGHTS if self.reads(key)]
 
         def is_written(key: str) -> bool:
-            said = {"role": "assistant", "content": _ONE, key: _TWO}
-            return _TWO in (self.rendered([_ASKED, said]) or "")
+            turn = {"role": "assistant", "content": _ONE, key: _TWO}
+            return _TWO in (self.rendered([_ASKED, turn]) or "")
 
         return [key for key in named if is_written(key)] or named
 

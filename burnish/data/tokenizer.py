@@ -67,7 +67,7 @@ def single_template(
         )
     only = list(templates) if len(templates) == 1 else []
     wanted = [name] if name else [*["tool_use"] * tools, "default", *only]
-    chosen = next((each for each in wanted if each in templates), None)
+    chosen = next((candidate for candidate in wanted if candidate in templates), None)
     if chosen is None:
         raise UsageError(
             f"the tokenizer has no chat template called {wanted[-1]}",
@@ -82,11 +82,11 @@ def single_template(
 
 def eos_token_ids(tokenizer: PreTrainedTokenizerBase, *configs: Any) -> tuple[int, ...]:
     """Return all ids that end a completion, ascending: of the tokenizer, its single chat template, and each of `configs`."""
-    found = {tokenizer.eos_token_id, end_of_turn_id(tokenizer)}
+    ids = {tokenizer.eos_token_id, end_of_turn_id(tokenizer)}
     for config in configs:
         value = getattr(config, "eos_token_id", None)
-        found.update(value if isinstance(value, (list, tuple)) else [value])
-    return tuple(sorted(int(token) for token in found if token is not None))
+        ids.update(value if isinstance(value, (list, tuple)) else [value])
+    return tuple(sorted(int(token) for token in ids if token is not None))
 
 
 def completion_decoder(
@@ -98,7 +98,7 @@ def completion_decoder(
 
     An end-of-sequence token never shows, even if it is a stop string too.
     """
-    special = {i for i, each in tokenizer.added_tokens_decoder.items() if each.special}
+    special = {i for i, added in tokenizer.added_tokens_decoder.items() if added.special}
     texts = [tokenizer.added_tokens_decoder[token].content for token in special]
     stops = [stop for stop in stop_strings if any(text in stop for text in texts)]
     # A character may have several tokens, of bytes.
@@ -131,8 +131,8 @@ def _closing(tokenizer: PreTrainedTokenizerBase, next_role: str = "") -> list[in
         text = str(render(tokenizer, messages, tokenize=False))
     except jinja2.TemplateError:  # the template refuses these messages
         return []
-    _, said, tail = text.rpartition(_PROBE)
-    ids = tokenizer(tail, add_special_tokens=False)["input_ids"] if said else []
+    _, probe, tail = text.rpartition(_PROBE)
+    ids = tokenizer(tail, add_special_tokens=False)["input_ids"] if probe else []
     special = tokenizer.added_tokens_decoder
     return [int(token) for token in ids if token in special and special[token].special]
 
@@ -261,7 +261,7 @@ def _require_texts(tokenizer: PreTrainedTokenizerBase, path: str) -> None:
     named = templates if isinstance(templates, dict) else {"default": templates or ""}
     if not named or not all(isinstance(each, str) for each in named.values()):
         raise UsageError(
-            f"the chat template in {path} is no text",
+            f"the chat template in {path} is not text",
             have=f"{templates!r:.100}",
             want="a Jinja template, or a list of named ones",
             do="correct chat_template in tokenizer_config.json, or set model.chat_template",

@@ -75,9 +75,9 @@ class UnreadWords:
                 if missing(piece.value, text) is not None or not self._is_written(
                     messages, number, piece, again, is_past
                 ):
-                    self._found(message, piece, where, number in turns, is_past)
+                    self._report(message, piece, where, number in turns, is_past)
 
-    def _found(
+    def _report(
         self, message: Message, piece: _Piece, where: str, is_trained: bool, is_past: bool
     ) -> None:
         """Refuse or note a value that does not reach the text."""
@@ -190,12 +190,12 @@ def missing(value: Any, text: str, *, keys: bool = False) -> str | None:
     return None
 
 
-def _is_in(said: str, text: str) -> bool:
-    said = said.strip()
-    if said in text:
+def _is_in(words: str, text: str) -> bool:
+    words = words.strip()
+    if words in text:
         return True
-    plain, ascii_ = (json.dumps(said, ensure_ascii=each)[1:-1] for each in (False, True))
-    forms = (plain, ascii_, json.dumps(plain)[1:-1], html.escape(said), repr(said)[1:-1])
+    plain, ascii_ = (json.dumps(words, ensure_ascii=is_ascii)[1:-1] for is_ascii in (False, True))
+    forms = (plain, ascii_, json.dumps(plain)[1:-1], html.escape(words), repr(words)[1:-1])
     return any(form in text for form in forms)
 
 

@@ -47,9 +47,9 @@ class Companion:
     ) -> None:
         self._what = what
         self._log = log
-        ours, theirs = socket.socketpair()
-        with theirs:
-            arguments = (theirs.fileno(), os.getpid(), *descriptors)
+        own_end, child_end = socket.socketpair()
+        with child_end:
+            arguments = (child_end.fileno(), os.getpid(), *descriptors)
             # The process starts with the run's signals blocked; `accompany` unblocks them.
             before = signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
             try:
@@ -59,12 +59,12 @@ class Companion:
                     stdout=log,
                     stderr=log,
                     env={**environ_of_child(), **(environ or {})},
-                    pass_fds=(theirs.fileno(), *descriptors, *keep_open),
+                    pass_fds=(child_end.fileno(), *descriptors, *keep_open),
                     start_new_session=log is not None,
                 )
             finally:
                 signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        self._pipe = Connection(ours.detach())
+        self._pipe = Connection(own_end.detach())
 
     def is_alive(self) -> bool:
         """Return whether the process runs."""

@@ -47,8 +47,8 @@ def gather_rows(
     numbers: Sequence[int] | npt.NDArray[np.integer], rows: npt.NDArray[np.float64], layout: Layout
 ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float64]]:
     """Return the rows of all first peers, sorted by number. Collective."""
-    mine = np.asarray(numbers, np.int32), rows
-    encoded = [each[: None if layout.is_first_peer else 0].tobytes() for each in mine]
+    arrays = np.asarray(numbers, np.int32), rows
+    encoded = [array[: None if layout.is_first_peer else 0].tobytes() for array in arrays]
     return by_number(gather_objects(encoded, layout), rows.shape[1:])
 
 
@@ -56,10 +56,10 @@ def by_number(
     encoded: Sequence[Sequence[bytes]], shape: tuple[int, ...]
 ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float64]]:
     """Decode and join the ranks' numbered rows."""
-    found = np.frombuffer(b"".join(each for each, _ in encoded), np.int32)
+    numbers = np.frombuffer(b"".join(each for each, _ in encoded), np.int32)
     rows = np.frombuffer(b"".join(each for _, each in encoded)).reshape(-1, *shape)
-    order = np.argsort(found, kind="stable")
-    return found[order], rows[order]
+    order = np.argsort(numbers, kind="stable")
+    return numbers[order], rows[order]
 
 
 def gather_within(
@@ -87,22 +87,22 @@ def deliver(parcels: Iterable[Parcel], layout: Layout) -> list[bytes]:
 
     Parcels travel dim by dim, slowest first, so neighbouring receivers share one copy.
     """
-    held = list(parcels)
+    pending = list(parcels)
     below = layout.world
     if layout.world == 1:
-        return [data for receivers, data in held for _ in receivers]
+        return [data for receivers, data in pending for _ in receivers]
     for group in reversed(layout.groups or (None,)):
         size = dist.get_world_size(group)
         below //= size
         outgoing: list[list[Parcel]] = [[] for _ in range(size)]
-        for receivers, data in held:
+        for receivers, data in pending:
             by_place: dict[int, list[int]] = {}
             for rank in receivers:
                 by_place.setdefault(rank // below % size, []).append(rank)
             for place, ranks in by_place.items():
                 outgoing[place].append((ranks, data))
-        held = [parcel for parcels in _swapped(outgoing, group) for parcel in parcels]
-    return [data for _, data in held]
+        pending = [parcel for parcels in _swapped(outgoing, group) for parcel in parcels]
+    return [data for _, data in pending]
 
 
 def _swapped(values: Sequence[T], group: ProcessGroup | None) -> list[T]:
@@ -173,8 +173,8 @@ def _agreed_kinds(stats: Stats, layout: Layout) -> dict[str, type[Metric]]:
     if int(bounds[0]) == -int(bounds[1]):
         return kinds
     union: dict[str, type[Metric]] = {}
-    for rank, theirs in enumerate(gather_objects(kinds, layout)):
-        for name, kind in theirs.items():
+    for rank, kinds_of_rank in enumerate(gather_objects(kinds, layout)):
+        for name, kind in kinds_of_rank.items():
             if union.setdefault(name, kind) is not kind:
                 raise BurnishError(
                     f"the statistic {name} is of different kinds on different ranks",
@@ -203,27 +203,27 @@ def agree(layout: Layout) -> Iterator[None]:
     A failing rank raises its own error. The others raise the lowest failing rank's error as a
     `BurnishError` naming that rank. Run no collectives inside the block.
     """
-    mine: Exception | None = None
+    own_error: Exception | None = None
     try:
         yield
     except Exception as error:  # noqa: BLE001 - raised again below
-        mine = error
-    if not any_rank(mine is not None, layout):
+        own_error = error
+    if not any_rank(own_error is not None, layout):
         return
-    errors = gather_objects(None if mine is None else _portable(mine, layout), layout)
-    if mine is not None:
-        raise mine
-    theirs = next(error for error in errors if error is not None)
-    theirs.printed_by_main = True
-    raise theirs
+    errors = gather_objects(None if own_error is None else _portable(own_error, layout), layout)
+    if own_error is not None:
+        raise own_error
+    other_error = next(error for error in errors if error is not None)
+    other_error.printed_by_main = True
+    raise other_error
 
 
 def _portable(error: Exception, layout: Layout) -> BurnishError:
     if not isinstance(error, BurnishError):
         return BurnishError(f"rank {layout.rank}: {type(error).__name__}: {error}")
-    theirs = copy.copy(error)
-    theirs.problem = f"rank {layout.rank}: {error.problem}"
-    return copy.copy(theirs)
+    named = copy.copy(error)
+    named.problem = f"rank {layout.rank}: {error.problem}"
+    return copy.copy(named)
 
 
 def same_on_all_ranks(value: bytes | str, what: str, layout: Layout) -> None:

@@ -61,8 +61,10 @@ def handling(
     numbers: Iterable[int], handle: Callable[[int, FrameType | None], None]
 ) -> Iterator[None]:
     """Handle signals inside the block, except `ignored` ones."""
-    kept = ignored()
-    former = {number: signal.signal(number, handle) for number in numbers if number not in kept}
+    still_ignored = ignored()
+    former = {
+        number: signal.signal(number, handle) for number in numbers if number not in still_ignored
+    }
     try:
         yield
     finally:

@@ -115,9 +115,9 @@ class FailureWatch:
             self.report(error)
             if failure is not None and not isinstance(error, BurnishError):
                 work = list(traceback.walk_tb(error.__traceback__))
-                theirs = self._error(failure, place_of_work(work))
-                logs.add(str(theirs))
-                raise theirs from error
+                cause = self._error(failure, place_of_work(work))
+                logs.add(str(cause))
+                raise cause from error
             raise
 
     def failure(self, wait_seconds: float) -> Failure | None:
@@ -439,10 +439,10 @@ def _prepare(connection: socket.socket) -> None:
     for name, value in _KEEP_ALIVE.items():
         if hasattr(socket, name):  # some systems lack these options
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
-    held = weakref.ref(connection)
+    reference = weakref.ref(connection)
 
     def close() -> None:
-        inherited = held()
+        inherited = reference()
         if inherited is not None and inherited.fileno() >= 0:
             os.close(inherited.detach())
 

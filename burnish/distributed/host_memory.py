@@ -60,14 +60,14 @@ class Arena:
             return torch.empty(0, dtype=torch.uint8)
         room = -(-size // _ALIGN) * _ALIGN
         with self._taking, _chosen(self._device):
-            region, start = self._found(room)
+            region, start = self._find_room(room)
         bytes_ = (ctypes.c_char * size).from_address(region.address + start)
         # No lock: the garbage collector may call this in the middle of anything above.
         give_back = weakref.finalize(bytes_, self._returned.append, (region, start, start + room))
         give_back.atexit = False
         return torch.frombuffer(bytes_, dtype=torch.uint8)
 
-    def _found(self, room: int) -> tuple[_Region, int]:
+    def _find_room(self, room: int) -> tuple[_Region, int]:
         self._take_back()
         if sum(not region.used for region in self._regions) > 1:
             self._add(self._close_free())

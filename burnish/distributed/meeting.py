@@ -117,7 +117,7 @@ def raise_descriptors(connections: int) -> None:
         raise UsageError(
             f"rank 0 cannot have {connections} connections to the other ranks",
             have=f"a hard limit of {hard} open files",
-            want=f"{needed}",
+            want=f"a limit of {needed} or more",
             do="raise it where the run is launched: ulimit -Hn, LimitNOFILE of the service, or --ulimit nofile of the container",
         )
 

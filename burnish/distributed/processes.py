@@ -46,14 +46,14 @@ def launch(fn: Callable[[Layout, torch.device], T], config: DistributedConfig) -
     device = pick_device(place.layout.local_rank, place.own_device)
     # A run computes in torch's default modes, whatever modes the calling program has set.
     without = torch.autocast(device.type, enabled=False)
-    with torch.inference_mode(False), torch.enable_grad(), without, ExitStack() as held:
-        held.enter_context(tuned(device))
+    with torch.inference_mode(False), torch.enable_grad(), without, ExitStack() as stack:
+        stack.enter_context(tuned(device))
         if torch.get_default_device().type != "cpu":  # only if needed: this mode slows calls
-            held.enter_context(torch.device("cpu"))
+            stack.enter_context(torch.device("cpu"))
         if place.layout.world == 1:  # torch's own excepthook prefixes "[rank0]" and stays
-            held.callback(setattr, sys, "excepthook", sys.excepthook)
+            stack.callback(setattr, sys, "excepthook", sys.excepthook)
         group = process_group(device, config.timeout_seconds, place, config.stall_seconds)
-        return fn(held.enter_context(group), device)
+        return fn(stack.enter_context(group), device)
 
 
 @contextmanager
@@ -90,13 +90,13 @@ def process_group(
     backend = backend_of(device)
     if device.type != "cpu":
         torch.accelerator.set_device_index(device.index or 0)
-    with ExitStack() as held:
+    with ExitStack() as stack:
         if layout.world == 1:
             if stall_seconds:
                 from burnish.distributed.stall import watching_alone
 
-                held.enter_context(watching_alone(stall_seconds))
-            held.push(_close_group)
+                stack.enter_context(watching_alone(stall_seconds))
+            stack.push(_close_group)
             dist.init_process_group(
                 backend, store=HashStore(), rank=0, world_size=1, timeout=timeout
             )
@@ -106,15 +106,15 @@ def process_group(
         from burnish.distributed.failure_watch import FailureWatch
         from burnish.distributed.stall import StallLimits
 
-        store = held.enter_context(meeting.open_store(place, timeout))
+        store = stack.enter_context(meeting.open_store(place, timeout))
         limits = StallLimits(stall_seconds, timeout_seconds)
         meeting.arrive(store, layout, "here")
         with meeting.named_absence(store, layout, timeout, "here"):
             watch = FailureWatch(layout, place.host, store, limits)
-        held.callback(watch.leave)
-        held.push(_close_group)
-        held.enter_context(watch.naming_failures())
-        held.enter_context(meeting.named_timeout(layout, timeout_seconds))
+        stack.callback(watch.leave)
+        stack.push(_close_group)
+        stack.enter_context(watch.naming_failures())
+        stack.enter_context(meeting.named_timeout(layout, timeout_seconds))
         # From here on the watch notices the death of any rank.
         meeting.await_everybody(store, layout, timeout, "watched")
         meeting.connect_lazily(layout)

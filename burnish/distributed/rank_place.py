@@ -37,12 +37,18 @@ def layout_of(
     world = number_of(environ, world_name)
     rank = number_of(environ, rank_name)
     local_rank = number_of(environ, local_name, default=0 if world == 1 else None)
-    if world < 1 or not 0 <= rank < world or local_rank < 0 or local_world < 1:
+    do = "start the processes with torchrun or srun, or unset both for one process"
+    if world < 1 or not 0 <= rank < world:
         raise UsageError(
-            "the environment gives this process no place: its variables contradict",
-            have=f"{rank_name}={rank} {world_name}={world} {local_name}={local_rank}, {local_world} processes on this machine",
-            want=f"0 <= {rank_name} < {world_name}, and this process on its machine",
-            do="start the processes with torchrun or srun, or unset both for one process",
+            f"{rank_name}={rank} and {world_name}={world} contradict each other",
+            want=f"0 <= {rank_name} < {world_name}",
+            do=do,
+        )
+    if local_rank < 0 or local_world < 1:
+        raise UsageError(
+            f"{local_name}={local_rank} does not fit {local_world} processes on this machine",
+            want=f"{local_name} from 0 on, and at least one process",
+            do=do,
         )
     return Layout(rank, world, local_rank, local_world)
 

@@ -68,14 +68,14 @@ def _teams(threads: int, cores: int) -> int:
 
 def _waited() -> Mapping[str, float]:
     """Return the seconds for which each thread of this process has been ready and had no core."""
-    found: dict[str, float] = {}
+    seconds_by_thread: dict[str, float] = {}
     for task in Path("/proc/self/task").glob("*") if sys.platform == "linux" else ():
         try:
             _, waited, _ = (task / "schedstat").read_text().split()
         except (OSError, ValueError):  # the thread has ended, or the kernel does not count
             continue
-        found[task.name] = int(waited) / 1e9
-    return found
+        seconds_by_thread[task.name] = int(waited) / 1e9
+    return seconds_by_thread
 
 
 def _watch(end: Event, teams: int) -> None:

@@ -259,15 +259,15 @@ def likely_cause(answers: Mapping[int, Answer], silent: Mapping[int, str]) -> tu
     for rank, state in silent.items():
         why = f"process {state}" if state else "stopped, or C code holds the interpreter"
         groups[0, f"not answering: {why}"].append(rank)
-    for rank, each in answers.items():
+    for rank, answer in answers.items():
         # A rank's device may wait for a collective while its host code is elsewhere.
-        collective = each["collective"] or (not each["waits"] and each.get("recorded"))
+        collective = answer["collective"] or (not answer["waits"] and answer.get("recorded"))
         if collective:
-            groups[2, f"waiting in {collective} called by {each['place']}"].append(rank)
+            groups[2, f"waiting in {collective} called by {answer['place']}"].append(rank)
         else:
-            groups[1, f"in {each['waits'] or each['place']}"].append(rank)
+            groups[1, f"in {answer['waits'] or answer['place']}"].append(rank)
     # Of several groups of a kind, the smallest is the odd one out.
-    ordered = sorted(groups.items(), key=lambda each: (each[0][0], len(each[1])))
+    ordered = sorted(groups.items(), key=lambda group: (group[0][0], len(group[1])))
     sentences = []
     for (kind, text), ranks in ordered:
         verbs = ("has been", "have been") if kind else ("is", "are")

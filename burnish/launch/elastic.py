@@ -43,14 +43,14 @@ def fitted_engine(
         planned = planner(_devices(layout.world, layout.local_world))
     except BurnishError:
         fits = layout.world % (engine.sharing * engine.replicas) == 0
-        found = {} if fits else EngineConfig().model_dump(include={*_DEGREES})
+        changes = {} if fits else EngineConfig().model_dump(include={*_DEGREES})
     else:
         _, refused = planned.as_configured()
         best = next(iter(planned.all_plans()), None) if refused else None
-        found = best.engine.model_dump(exclude={"precision"}) if best and best.fits else {}
-    if not found:
+        changes = best.engine.model_dump(exclude={"precision"}) if best and best.fits else {}
+    if not changes:
         return engine
-    chosen = engine.model_copy(update=found)
+    chosen = engine.model_copy(update=changes)
     if layout.is_main:
         degrees = {name: getattr(chosen, name) for name in _DEGREES}
         shown = ", ".join(f"{name} {value}" for name, value in degrees.items() if value)

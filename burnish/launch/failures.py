@@ -46,7 +46,7 @@ def refuse_failing_alike(directory: Path) -> None:
     raise UsageError(
         f"the run failed {_EQUAL_FAILURES} times with the same error {where}, so it is not started again",
         have=last["error"],
-        want="a failure that another start can mend",
+        want="an error that may pass when the run is started again",
         do=f"see {directory}, mend the cause, and give the same command: it continues from the newest checkpoint",
     )
 

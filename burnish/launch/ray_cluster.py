@@ -173,7 +173,7 @@ class RayLauncher:
             ) from error
         self._argv = argv
         self._kind = next((kind for kind in _DEVICES if self._total(kind)), None)
-        self._each = {"CPU": 1.0} | ({self._kind: 1.0} if self._kind else {})
+        self._per_process = {"CPU": 1.0} | ({self._kind: 1.0} if self._kind else {})
         self._devices = devices
         self._servers = [self._server() for _ in range(servers)]
         """The generators of a run with `rollout.place: servers`, which outlive single starts."""
@@ -212,7 +212,7 @@ class RayLauncher:
         left = self._total(self._kind) - taken if self._kind else 0
         if left < 1:
             raise UsageError(
-                "the Ray cluster's accelerators do not give a number of processes",
+                "the Ray cluster has no accelerators left for training",
                 have=f"{self._total(self._kind or 'CPU')} × {self._kind or 'CPU'}, {taken} for servers",
                 do="give --processes N",
             )
@@ -224,7 +224,7 @@ class RayLauncher:
     def room(self) -> int:
         """See `Launcher.room`."""
         free = ray.available_resources()
-        return int(min(free.get(kind, 0) // amount for kind, amount in self._each.items()))
+        return int(min(free.get(kind, 0) // amount for kind, amount in self._per_process.items()))
 
     def close(self) -> None:
         """End the servers by a signal, so that they remove their address files."""
@@ -239,7 +239,7 @@ class RayLauncher:
         self, world: int, attempt: int, seconds: float, stopped: Callable[[], bool]
     ) -> _RayAttempt | None:
         """See `Launcher.start`."""
-        group = placement_group([self._each] * world, strategy="PACK")
+        group = placement_group([self._per_process] * world, strategy="PACK")
         until = time.monotonic() + seconds
         ready = group.ready()
         while not ray.wait([ready], timeout=_ANSWER_SECONDS)[0]:

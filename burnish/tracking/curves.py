@@ -41,14 +41,14 @@ class Curve:
         count = max(0, stop - start)
         buckets = min(count, most)
         ends = [start + count * number // buckets for number in range(buckets + 1)] if count else []
-        found: dict[str, list[Any]] = {"steps": [], "values": [], "low": [], "high": []}
+        columns: dict[str, list[Any]] = {"steps": [], "values": [], "low": [], "high": []}
         for begin, end in pairwise(ends):
             values = list(filter(math.isfinite, known[begin:end])) or [known[begin]]
             mean = math.fsum(values) / len(values) if len(values) > 1 else values[0]
-            found["steps"].append(steps[end - 1])
+            columns["steps"].append(steps[end - 1])
             for name, value in (("values", mean), ("low", min(values)), ("high", max(values))):
-                found[name].append(json_number(float(f"{value:.7g}")))
-        return found
+                columns[name].append(json_number(float(f"{value:.7g}")))
+        return columns
 
 
 class Curves:
@@ -114,8 +114,8 @@ class Curves:
         step = row.pop("step")
         if step <= self.last_step:  # a resumed run makes steps again
             for curve in self.by_name.values():
-                kept = bisect_left(curve.steps, step)
-                del curve.steps[kept:], curve.values[kept:]
+                end = bisect_left(curve.steps, step)
+                del curve.steps[end:], curve.values[end:]
         self.last_step = step
         for name, value in row.items():
             curve = self.by_name.get(name) or Curve()

@@ -111,8 +111,10 @@ def rank_log(path: Path, rank: int, spans: Spans, form: Literal["text", "json"])
     level = log.level
     shown = log.getEffectiveLevel()
     # Libraries with handlers of their own, such as transformers, pass nothing to the root.
-    named = [each for each in root.manager.loggerDict.values() if isinstance(each, logging.Logger)]
-    loggers = [root, *(each for each in named if not each.propagate)]
+    named = [
+        logger for logger in root.manager.loggerDict.values() if isinstance(logger, logging.Logger)
+    ]
+    loggers = [root, *(logger for logger in named if not logger.propagate)]
 
     def was_shown(record: logging.LogRecord) -> bool:
         return record.levelno >= shown or not _is_ours(record)
@@ -131,9 +133,9 @@ def rank_log(path: Path, rank: int, spans: Spans, form: Literal["text", "json"])
         for other in (*root.handlers, *log.handlers):
             other.addFilter(was_shown)
             undo.callback(other.removeFilter, was_shown)
-        for each in loggers:
-            each.addHandler(handler)
-            undo.callback(each.removeHandler, handler)
+        for logger in loggers:
+            logger.addHandler(handler)
+            undo.callback(logger.removeHandler, handler)
         log.setLevel(logging.DEBUG)
         undo.callback(log.setLevel, level)
         before = warnings.showwarning

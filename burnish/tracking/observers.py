@@ -129,9 +129,9 @@ class Observers:
                 known[i] = rollout if i in whole else known[i]
                 yield i, rollout
 
-        kept: Mapping[int, Mapping[str, Any]] = {}
+        chosen_rows: Mapping[int, Mapping[str, Any]] = {}
         if _writes_rollouts(self._settings, step, self._total_steps, advantages is None):
-            kept = self._rollouts.write_rollouts(
+            chosen_rows = self._rollouts.write_rollouts(
                 self._directory.rollouts,
                 step,
                 table,
@@ -144,11 +144,11 @@ class Observers:
             self._thinning.wrote(step, kind)
             # Only the rollouts that are kept longest: a table of thousands would cost more than the step.
             for tracker in self._others:
-                tracker.tell("log_rollouts", step, kind, [*kept.values()])
+                tracker.tell("log_rollouts", step, kind, [*chosen_rows.values()])
         if self._traces is not None:
             for _ in passing():
                 pass
-            self._traces.take(step, known, advantages, kept)
+            self._traces.take(step, known, advantages, chosen_rows)
 
     def step_finished(self, step: int, values: Mapping[str, float]) -> None:
         """Log a step's line, in order to every tracker; write the report once a minute."""

@@ -56,18 +56,18 @@ class OtlpExporter:
             if certificate := _variable("CLIENT_CERTIFICATE"):
                 self._context.load_cert_chain(certificate, _variable("CLIENT_KEY"))
         self._resource = resource
-        self._held: list[Trace] = []
+        self._waiting: list[Trace] = []
 
     def log_traces(self, step: int, traces: Sequence[Trace]) -> None:
         """Hold a step's traces until `sync`."""
-        self._held += traces
+        self._waiting += traces
 
     def sync(self) -> None:
         """Send held traces."""
-        held = self._held
-        self._held = []
-        for start in range(0, len(held), _AT_ONCE):
-            self._send(protobuf(held[start : start + _AT_ONCE], self._resource))
+        traces = self._waiting
+        self._waiting = []
+        for start in range(0, len(traces), _AT_ONCE):
+            self._send(protobuf(traces[start : start + _AT_ONCE], self._resource))
 
     def _send(self, body: bytes) -> None:
         """Send a request, retried until the time-out if the collector is away or busy. Raises `OSError`."""
@@ -88,8 +88,8 @@ class OtlpExporter:
 
 
 def _variable(name: str) -> str | None:
-    found = (os.environ.get(f"OTEL_EXPORTER_OTLP_{of}{name}") for of in ("TRACES_", ""))
-    return next(filter(None, found), None)
+    values = (os.environ.get(f"OTEL_EXPORTER_OTLP_{of}{name}") for of in ("TRACES_", ""))
+    return next(filter(None, values), None)
 
 
 def protobuf(traces: Sequence[Trace], resource: Attributes) -> bytes:
@@ -97,8 +97,8 @@ def protobuf(traces: Sequence[Trace], resource: Attributes) -> bytes:
     # The numbers are field numbers of opentelemetry/proto/trace/v1/trace.proto and common/v1/common.proto.
     spans = [
         _field(2, _span_message(name, number, span))
-        for name, made in traces
-        for number, span in enumerate(made)
+        for name, spans_of_trace in traces
+        for number, span in enumerate(spans_of_trace)
     ]
     scope_spans = _field(1, _field(1, b"burnish")) + b"".join(spans)
     return _field(1, _field(1, _attributes(1, resource)) + _field(2, scope_spans))

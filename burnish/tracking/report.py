@@ -101,8 +101,8 @@ def _page() -> str:
     """Return the page with styles and scripts inlined, and a policy that forbids others."""
     hashes: dict[str, list[str]] = {"style": [], "script": []}
 
-    def inlined(found: re.Match[str]) -> str:
-        kind, name = next((kind, name) for kind, name in found.groupdict().items() if name)
+    def inlined(match: re.Match[str]) -> str:
+        kind, name = next((kind, name) for kind, name in match.groupdict().items() if name)
         tag = kind
         text = _asset(name)
         before = ""

@@ -62,35 +62,39 @@ def write_rollouts(
     """
     kind: Kind = "validation" if advantages is None else "step"
     known = [None] * len(table.owners) if advantages is None else advantages
-    given = [advantage for _, advantage in zip(table.owners, known, strict=True)]
+    means = [advantage for _, advantage in zip(table.owners, known, strict=True)]
     order = table.order
     longest = chosen(step, table.rewards, order)
-    kept = dict[int, Row]()
+    chosen_rows = dict[int, Row]()
 
     def others() -> Iterator[bytes]:
         for i, rollout in arriving or ((i, table.rollout(i)) for i in order):
-            row = _row(step, rollout, given[i])
+            row = _row(step, rollout, means[i])
             if i in longest:
                 if token_texts is not None:
-                    said = rollout.completion
+                    completion = rollout.completion
                     numbers = by_token or {}  # lacks untrained completions
-                    values = {name: each[i] for name, each in numbers.items() if i in each}
-                    texts = token_texts(said.token_ids.tolist())
-                    row["tokens"] = {"texts": texts, "logprobs": _rounded(said.logprobs)}
-                    row["tokens"] |= {name: _rounded(each) for name, each in values.items()}
-                kept[i] = row
+                    values = {
+                        name: by_rollout[i]
+                        for name, by_rollout in numbers.items()
+                        if i in by_rollout
+                    }
+                    texts = token_texts(completion.token_ids.tolist())
+                    row["tokens"] = {"texts": texts, "logprobs": _rounded(completion.logprobs)}
+                    row["tokens"] |= {name: _rounded(value) for name, value in values.items()}
+                chosen_rows[i] = row
             else:
                 yield _encoded(row)
 
     rest = b"".join(compressed(others()))
-    lines = [_encoded(row) for row in kept.values()]
+    lines = [_encoded(row) for row in chosen_rows.values()]
     write_atomically(rollouts_path(directory, step, kind), b"".join(compressed(lines)))
     path = rollouts_path(directory, step, kind, rest=True)
     if rest:
         write_atomically(path, rest)
     else:
         path.unlink(missing_ok=True)
-    return dict(sorted(kept.items()))
+    return dict(sorted(chosen_rows.items()))
 
 
 def _rounded(values: Floats) -> list[float | str]:
@@ -110,8 +114,8 @@ def chosen(step: int, rewards: Floats, order: Sequence[int]) -> set[int]:
     drawn = random.Random(step).sample(others, min(RANDOMS, len(others)))
     return {
         order[place]
-        for each in (slice(EXTREMES), slice(-EXTREMES, None), drawn)
-        for place in ranked[each].tolist()
+        for places in (slice(EXTREMES), slice(-EXTREMES, None), drawn)
+        for place in ranked[places].tolist()
     }
 
 
@@ -144,13 +148,17 @@ def _row(step: int, rollout: Rollout, advantage: float | None) -> Row:
 def texts_of_tokens(token_ids: list[int], decode: Callable[[list[int]], str]) -> list[str]:
     """Return each token's text. If several tokens make a character, the first has it."""
     texts: list[str] = []
-    held: list[int] = []
+    unfinished: list[int] = []
     for i, token in enumerate(token_ids, start=1):
-        held.append(token)
-        text = decode(held)
-        if not text.endswith("\ufffd") or len(held) == _BYTES_OF_A_CHARACTER or i == len(token_ids):
-            texts += [text] + [""] * (len(held) - 1)
-            held = []
+        unfinished.append(token)
+        text = decode(unfinished)
+        if (
+            not text.endswith("\ufffd")
+            or len(unfinished) == _BYTES_OF_A_CHARACTER
+            or i == len(token_ids)
+        ):
+            texts += [text] + [""] * (len(unfinished) - 1)
+            unfinished = []
     return texts
 
 

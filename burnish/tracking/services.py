@@ -177,12 +177,12 @@ class MlflowTracker(_Service):
 
     def sync(self) -> None:
         """Send the held metrics, with the number of their last step."""
-        held = self._metrics
+        metrics = self._metrics
         self._metrics = []
-        for start in range(0, len(held), 1000):
-            some = held[start : start + 1000]
-            tags = [self._entities.RunTag(self._STEP, str(some[-1].step))]
-            self._client.log_batch(self._run, metrics=some, tags=tags)
+        for start in range(0, len(metrics), 1000):
+            part = metrics[start : start + 1000]
+            tags = [self._entities.RunTag(self._STEP, str(part[-1].step))]
+            self._client.log_batch(self._run, metrics=part, tags=tags)
 
     def close(self) -> None:
         """End the run."""

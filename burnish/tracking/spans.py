@@ -68,15 +68,15 @@ class Spans:
         start = self.now()
         try:
             with ExitStack() as stack:
-                for each in self.around:
-                    stack.enter_context(each(path))
+                for around in self.around:
+                    stack.enter_context(around(path))
                 yield
                 self._settle()
         finally:
             seconds = self.now() - start
             self._seconds[path] = self._seconds.get(path, 0.0) + seconds
-            for told in self.ended:
-                told(path, start, seconds)
+            for observer in self.ended:
+                observer(path, start, seconds)
             self._open.pop()
             self.move()
             if outermost:
@@ -92,15 +92,17 @@ class Spans:
         """
         now = self.now()
         self._note_peak()
-        found = dict(values)
+        measured = dict(values)
         for path, seconds in {**self._seconds, "step": now - self._taken_at}.items():
-            found[f"timing_s/{path}"] = found.get(f"timing_s/{path}", 0.0) + seconds
-        found |= {f"perf/max_memory_gb/{name}": size / 1e9 for name, size in self._memory.items()}
-        found["perf/max_memory_gb"] = self._highest / 1e9
+            measured[f"timing_s/{path}"] = measured.get(f"timing_s/{path}", 0.0) + seconds
+        measured |= {
+            f"perf/max_memory_gb/{name}": size / 1e9 for name, size in self._memory.items()
+        }
+        measured["perf/max_memory_gb"] = self._highest / 1e9
         self._seconds = {}
         self._memory = {}
         self._taken_at = now
-        return found
+        return measured
 
     def _note_peak(self) -> int:
         peak = self._peak()

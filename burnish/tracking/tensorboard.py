@@ -55,8 +55,8 @@ class TensorBoardTracker(Tracker):
         if table := sample_table(rows[:_SAMPLES]):
             lines = [list(table[0]), ["---"] * len(table[0])]
             lines += [[_cell(value) for value in row.values()] for row in table]
-            told = "\n".join(f"| {' | '.join(line)} |" for line in lines)
-            self._write(step, summary=text(f"rollouts/{kind}", told))  # type: ignore[no-untyped-call]
+            markdown = "\n".join(f"| {' | '.join(line)} |" for line in lines)
+            self._write(step, summary=text(f"rollouts/{kind}", markdown))  # type: ignore[no-untyped-call]
 
     def sync(self) -> None:
         """Write held records."""

@@ -70,11 +70,11 @@ class Traces:
         step: int,
         rollouts: Sequence[Rollout],
         advantages: Sequence[float] | None,
-        kept: Collection[int],
+        chosen: Collection[int],
     ) -> None:
         """Trace a step's rollouts, without `advantages` a validation's."""
         kind: files.Kind = "validation" if advantages is None else "step"
-        wanted = sampled(kind, step, self._settings.sample_rate, len(rollouts)) | {*kept}
+        wanted = sampled(kind, step, self._settings.sample_rate, len(rollouts)) | {*chosen}
         traces = []
         for i in sorted(wanted):
             about = {
@@ -94,18 +94,18 @@ class Traces:
             self.exporter.tell("log_traces", step, traces)
 
     def _spans(self, rollout: Rollout, about: Attributes) -> list[TraceSpan]:
-        made = [self._generation(rollout, about["burnish.kind"] == "step")]
-        made += self._calls(rollout, made[0].end)
+        spans = [self._generation(rollout, about["burnish.kind"] == "step")]
+        spans += self._calls(rollout, spans[0].end)
         attributes = about | {
             "burnish.prompt_index": rollout.prompt.index,
             "burnish.sample": rollout.sample,
             "burnish.source": rollout.prompt.source,
             "burnish.reward": float(rollout.reward),
         }
-        begin = min(span.begin for span in made)
-        end = max(span.end for span in made)
+        begin = min(span.begin for span in spans)
+        end = max(span.end for span in spans)
         failed = "a reward has no value" if rollout.reward_error else None
-        return [_span("rollout", begin, end, attributes, failed), *made]
+        return [_span("rollout", begin, end, attributes, failed), *spans]
 
     def _generation(self, rollout: Rollout, trains: bool) -> TraceSpan:
         prompt = rollout.prompt
@@ -133,22 +133,22 @@ class Traces:
         }
         if self._settings.redact == "off":
             messages = prompt.messages or [{"role": "user", "content": prompt.text}]
-            said = {"role": "assistant", "content": rollout.text}
+            answer = {"role": "assistant", "content": rollout.text}
             attributes["gen_ai.input.messages"] = self._messages(messages)
             ended = completion.stop_reason or ""
-            attributes["gen_ai.output.messages"] = self._messages([said], finish_reason=ended)
+            attributes["gen_ai.output.messages"] = self._messages([answer], finish_reason=ended)
         return _span(f"{operation} {model}", asked, last, attributes)
 
-    def _messages(self, messages: Sequence[Mapping[str, Any]], **more: str) -> str:
+    def _messages(self, messages: Sequence[Mapping[str, Any]], **extra: str) -> str:
         # characters of all messages
         left = self._settings.max_text
-        found = []
+        written = []
         for message in messages:
             text = _text(message.get("content"))
             parts = [{"type": "text", "content": _cut(text, left)}]
             left = max(0, left - len(text))
-            found.append({"role": str(message.get("role")), "parts": parts, **more})
-        return json.dumps(found, ensure_ascii=False)
+            written.append({"role": str(message.get("role")), "parts": parts, **extra})
+        return json.dumps(written, ensure_ascii=False)
 
     def _calls(self, rollout: Rollout, otherwise: float) -> Iterator[TraceSpan]:
         limit = self._settings.max_text
@@ -173,16 +173,16 @@ class Traces:
 def _span(
     name: str, begin: float, end: float, attributes: Attributes, error: str | None = None
 ) -> TraceSpan:
-    found = {
+    known = {
         plain(key): json_number(value) if isinstance(value, float) else plain(value)
         for key, value in attributes.items()
         if value is not None
     }
-    return TraceSpan(plain(name), begin, end, found, plain(error))
+    return TraceSpan(plain(name), begin, end, known, plain(error))
 
 
 def _line(trace: Trace, resource: Attributes) -> bytes:
-    name, made = trace
+    name, spans_of_trace = trace
     spans = [
         {
             "traceId": name.hex(),
@@ -194,7 +194,7 @@ def _line(trace: Trace, resource: Attributes) -> bytes:
             "attributes": span.attributes,
             "error": span.error,
         }
-        for number, span in enumerate(made)
+        for number, span in enumerate(spans_of_trace)
     ]
     return json_line({"resource": resource, "spans": spans}).encode()
 
@@ -211,8 +211,8 @@ def read_traces(path: Path) -> Iterator[Attributes]:
     """Yield a file's traces. Raises `CorruptError`."""
     for _, text in files.blocks(path):
         with refusing(f"{path} is not a file of traces", CorruptError, do="remove it"):
-            found = [json.loads(line) for line in text.splitlines()]
-        yield from found
+            traces = [json.loads(line) for line in text.splitlines()]
+        yield from traces
 
 
 def spans_of(path: Path, row: files.Row) -> list[Attributes]:

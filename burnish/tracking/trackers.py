@@ -100,7 +100,9 @@ class BackgroundTracker(Tracker):
         self.is_made = False
         """Whether the tracker is made, or has failed to be."""
         self._end: State | None = None
-        self._taken = directory / "trackers" / re.sub(r"[^\w.-]+", "_", name)  # holds the last step
+        self._step_file = (
+            directory / "trackers" / re.sub(r"[^\w.-]+", "_", name)
+        )  # holds the last step
         self._thread: threading.Thread | None = threading.Thread(
             target=self._serve, name=f"burnish-{name}", daemon=True
         )
@@ -161,38 +163,40 @@ class BackgroundTracker(Tracker):
 
     def _serve(self) -> None:
         keeps = "resume_step" in inspect.signature(self._make).parameters
-        kept = {"resume_step": self._resume_step} if keeps else {}
+        options = {"resume_step": self._resume_step} if keeps else {}
         try:
-            self._tracker = self._make(self._directory, **kept)
+            self._tracker = self._make(self._directory, **options)
         except Exception as error:  # noqa: BLE001 - whatever a tracker raises, training goes on
             self._warn(error)
         self.is_made = True
-        taken = -1 if keeps else max(self._last_step(), getattr(self._tracker, "last_step", -1))
+        last_taken = (
+            -1 if keeps else max(self._last_step(), getattr(self._tracker, "last_step", -1))
+        )
         is_last = False
         while not is_last:
             self._wake.wait(_BURST_SECONDS)
             self._wake.clear()
             is_last = self._end is not None
-            self._take(taken, note=not keeps)
+            self._take(last_taken, note=not keeps)
         self._call("end", self._end)
         self._call("close")
 
-    def _take(self, taken: int, *, note: bool) -> None:
-        """Make the waiting calls, except those of steps up to `taken`."""
+    def _take(self, last_taken: int, *, note: bool) -> None:
+        """Make the waiting calls, except those of steps up to `last_taken`."""
         with self._lock:
             calls = self._calls
             self._calls = []
-        new = [each for each in calls if each[0] not in _OF_STEPS or each[1][0] > taken]
-        made = [each for each in new if self._call(each[0], *each[1])]
-        steps = [arguments[0] for method, arguments in made if method in ("log", "log_traces")]
-        if made and not self._call("sync"):
-            made = []
+        new = [call for call in calls if call[0] not in _OF_STEPS or call[1][0] > last_taken]
+        done = [call for call in new if self._call(call[0], *call[1])]
+        steps = [arguments[0] for method, arguments in done if method in ("log", "log_traces")]
+        if done and not self._call("sync"):
+            done = []
         elif steps and note:
             with suppress(OSError):  # only a killed run needs the file
-                self._taken.parent.mkdir(exist_ok=True)
-                self._taken.write_text(f"{steps[-1]}\n")
+                self._step_file.parent.mkdir(exist_ok=True)
+                self._step_file.write_text(f"{steps[-1]}\n")
         with self._lock:
-            self._lost += len(new) - len(made)
+            self._lost += len(new) - len(done)
             self._waiting.subtract(method for method, _ in calls)
 
     def _call(self, method: str, *arguments: Any) -> bool:
@@ -208,16 +212,16 @@ class BackgroundTracker(Tracker):
 
     def _last_step(self) -> int:
         try:
-            return int(self._taken.read_text())
+            return int(self._step_file.read_text())
         except (OSError, ValueError):  # a new run, or a machine that died while writing the file
             return -1
 
 
 def load_tracker(name: str) -> type[Tracker]:
     """Return the class that an entry of `tracking.trackers` names. Raises `UsageError` if there is none, or it cannot be a tracker."""
-    found = TRACKERS.load(name, "tracking.trackers")
-    getattr(found, "require_ready", lambda: None)()
-    return found
+    tracker = TRACKERS.load(name, "tracking.trackers")
+    getattr(tracker, "require_ready", lambda: None)()
+    return tracker
 
 
 class JsonlTracker(Tracker):

@@ -54,7 +54,7 @@ def number(arguments: Arguments, ending: str) -> Any:
     is_number = isinstance(value, int | float) and abs(value) < _LARGEST
     if value is not None and not is_number:
         raise UsageError(
-            f"{name} is no number", have=one_line(value), want="a number", do=f"correct {name}"
+            f"{name} is not a number", have=one_line(value), want="a number", do=f"correct {name}"
         )
     return value
 

@@ -66,12 +66,12 @@ def _reward_function(name: str) -> str:
 
 
 def _betas(arguments: Arguments) -> dict[str, Any]:
-    given = {name: number(arguments, name) for name in _BETAS}
-    for name in given:
+    betas_given = {name: number(arguments, name) for name in _BETAS}
+    for name in betas_given:
         take(arguments, name)
-    if all(beta is None for beta in given.values()):
+    if all(beta is None for beta in betas_given.values()):
         return {}
-    betas = [_BETAS[name] if beta is None else beta for name, beta in given.items()]
+    betas = [_BETAS[name] if beta is None else beta for name, beta in betas_given.items()]
     return {"optim.betas": betas}
 
 
@@ -82,8 +82,8 @@ def _with_suffixes(
     if not look_up(arguments, main):
         return {}
     value = str(take(arguments, main))
-    given = [str(part) for part in (take(arguments, suffix) for suffix in suffixes) if part]
-    return {key: f"{value}{mark}{'/'.join(given)}" if given else value}
+    parts = [str(part) for part in (take(arguments, suffix) for suffix in suffixes) if part]
+    return {key: f"{value}{mark}{'/'.join(parts)}" if parts else value}
 
 
 def _batch(arguments: Arguments) -> dict[str, Any]:
@@ -91,20 +91,20 @@ def _batch(arguments: Arguments) -> dict[str, Any]:
     completions = number(arguments, "num_generations")
     take(arguments, "num_generations")
     settings = {"rollout.n": completions} if completions else {}
-    given = {name: number(arguments, name) for name in _BATCH}
-    if not given["per_device_train_batch_size"] and not given["generation_batch_size"]:
+    sizes = {name: number(arguments, name) for name in _BATCH}
+    if not sizes["per_device_train_batch_size"] and not sizes["generation_batch_size"]:
         return settings
-    for name in given:
+    for name in sizes:
         take(arguments, name)
-    accumulated = given["gradient_accumulation_steps"] or 1
+    accumulated = sizes["gradient_accumulation_steps"] or 1
     # A generation lasts for so many micro-batches. By default all of them make up one optimizer step.
-    micro_batches = given["steps_per_generation"] or accumulated
-    devices = given["num_processes"] or given["nproc_per_node"] or 1
-    sequences = given["generation_batch_size"]
+    micro_batches = sizes["steps_per_generation"] or accumulated
+    devices = sizes["num_processes"] or sizes["nproc_per_node"] or 1
+    sequences = sizes["generation_batch_size"]
     if not sequences:
-        sequences = given["per_device_train_batch_size"] * devices * micro_batches
+        sequences = sizes["per_device_train_batch_size"] * devices * micro_batches
     settings["batch.prompts"] = max(1, sequences // (completions or 1))
-    if given["steps_per_generation"]:
+    if sizes["steps_per_generation"]:
         settings["batch.minibatches"] = max(1, micro_batches // accumulated)
     return settings
 

@@ -96,7 +96,7 @@ class Answers:
         self._curves = lru_cache(_CURVES_KEPT)(Curves)
         self._tails = lru_cache(None)(partial(Curves, last_bytes=_TAIL_BYTES))
         self._indices: dict[Path, RolloutIndex] = {}
-        self._found: tuple[float, list[Path]] = (-math.inf, [])
+        self._walked: tuple[float, list[Path]] = (-math.inf, [])
 
     def close(self) -> None:
         """Stop the indices."""
@@ -110,23 +110,23 @@ class Answers:
     def _listed(self, path: Path) -> Answer:
         name = self._id(path)
         run = RunDirectory(path)
-        found: Answer = dict.fromkeys(("of", "model", "reward", "loss", "validation", "error"))
-        found |= {"run": name, "name": name or path.name, "state": "ended", "step": 0, "updated": 0}
+        row: Answer = dict.fromkeys(("of", "model", "reward", "loss", "validation", "error"))
+        row |= {"run": name, "name": name or path.name, "state": "ended", "step": 0, "updated": 0}
         try:
-            for each in (run.config, run.environment, run.status, run.metrics):
-                self._within(each)
+            for file in (run.config, run.environment, run.status, run.metrics):
+                self._within(file)
             curves = self._tails(run.metrics).refresh()
             facts = describe(run, curves, is_copy=self._url is not None)
         except BurnishError as error:
-            return found | {"error": error.problem}
+            return row | {"error": error.problem}
         except OSError as error:
-            return found | {"error": f"{error.filename} cannot be read: {error.strerror}"}
+            return row | {"error": f"{error.filename} cannot be read: {error.strerror}"}
         except Exception as error:  # noqa: BLE001 - one run does not hide the others
-            return found | {"error": f"{path} cannot be read: {type(error).__name__}: {error}"}
+            return row | {"error": f"{path} cannot be read: {type(error).__name__}: {error}"}
         last = {n: json_number(v[-1]) for n in _SHOWN if (v := curves.finite(n))}
         validation = next((name for name in _VALIDATIONS if name in last), None)
         return {
-            **found,
+            **row,
             **facts,
             "reward": last.get("reward/mean"),
             "loss": last.get("train/loss"),
@@ -138,15 +138,15 @@ class Answers:
         """Return each run's curves, or without names the names of all."""
         names = [name for text in query.names for name in text.split(",") if name]
         span = query.points, query.first, query.last
-        found: Answer = {}
+        answer: Answer = {}
         for run, directory in self._named(query).items():
             curves = self._read(directory)
             known = curves.by_name
             problem = curves.problem and curves.problem.problem
             about = {"names": list(known), "last_step": curves.last_step, "problem": problem}
             shown = {name: known[name].points(*span) for name in names if name in known}
-            found[run] = shown if names else about
-        return found
+            answer[run] = shown if names else about
+        return answer
 
     def rollouts(self, query: Query) -> Answer:
         """Return a page of rollouts."""
@@ -199,25 +199,25 @@ class Answers:
         total = curves.pop(f"{_TIMING}step", None)
         ranks = self._profiled(run.profiles, step) or {0: _one_after_another(curves, step)}
         first = min((span["start"] for spans in ranks.values() for span in spans), default=0.0)
-        found = [
+        lanes = [
             {"rank": rank, "spans": [span | {"start": span["start"] - first} for span in spans]}
             for rank, spans in sorted(ranks.items())
             if spans
         ]
-        return {"steps": list(total.steps) if total else [], "ranks": found}
+        return {"steps": list(total.steps) if total else [], "ranks": lanes}
 
     def _profiled(self, directory: Path, step: int) -> dict[int, list[Answer]]:
-        found = {}
+        phases_by_rank = {}
         for path in self._within(directory).glob(f"step-{step:08d}.rank-*.json.gz"):
             if match := _PROFILE.fullmatch(path.name):
                 with refusing(f"{path} is no profile", CorruptError, do="remove it"):
                     events = json.loads(gzip.decompress(self._bytes(path)))
-                    found[int(match[1])] = [
-                        _phase(str(each["args"]["path"]), each["ts"] / 1e6, each["dur"] / 1e6)
-                        for each in events["traceEvents"]
-                        if each["ph"] == "X"
+                    phases_by_rank[int(match[1])] = [
+                        _phase(str(event["args"]["path"]), event["ts"] / 1e6, event["dur"] / 1e6)
+                        for event in events["traceEvents"]
+                        if event["ph"] == "X"
                     ]
-        return found
+        return phases_by_rank
 
     def checkpoints(self, query: Query) -> Answer:
         """Return a run's steps with their health."""
@@ -272,18 +272,18 @@ class Answers:
 
     def sizes(self) -> dict[str, tuple[int, int]]:
         """Return size and time of each run's metrics, by id, to see which grow."""
-        found = {}
+        states = {}
         for path in self._paths():
             with suppress(OSError):
                 state = RunDirectory(path).metrics.stat()
-                found[self._id(path)] = (state.st_size, state.st_mtime_ns)
-        return found
+                states[self._id(path)] = (state.st_size, state.st_mtime_ns)
+        return states
 
     def _paths(self) -> list[Path]:
         with self._lock:
-            if time.monotonic() - self._found[0] > _WALK_SECONDS:
-                self._found = (time.monotonic(), find_runs(self.root))
-            return self._found[1]
+            if time.monotonic() - self._walked[0] > _WALK_SECONDS:
+                self._walked = (time.monotonic(), find_runs(self.root))
+            return self._walked[1]
 
     def _id(self, path: Path) -> str:
         return "" if path == self.root else path.relative_to(self.root).as_posix()
@@ -312,7 +312,7 @@ class Answers:
         if path.exists() and not (path.is_file() or path.is_dir()):
             have = "a pipe or a device"
             do = "move it out of the run's directory"
-            raise UsageError(f"{path} is no file", have=have, do=do)
+            raise UsageError(f"{path} is not a file", have=have, do=do)
         target = Path(os.path.realpath(path))
         if not target.is_relative_to(self.root):
             problem = f"{path} leads out of {self.root}"
@@ -345,7 +345,7 @@ def _phase(name: str, start: float, seconds: float) -> Answer:
 
 def _one_after_another(curves: Mapping[str, Curve], step: int) -> list[Answer]:
     """Return a step's phases one after another, by their seconds; inner phases begin with the outer one."""
-    found = []
+    phases = []
     ends = dict[str, float]()
     for name in sorted(curves, key=lambda name: name.count("/")):
         seconds = curves[name].at(step) if name.startswith(_TIMING) else None
@@ -353,7 +353,7 @@ def _one_after_another(curves: Mapping[str, Curve], step: int) -> list[Answer]:
             phase = name.removeprefix(_TIMING)
             parent = phase.rpartition("/")[0]
             start = ends.get(parent, 0.0)
-            found.append(_phase(phase, start, seconds))
+            phases.append(_phase(phase, start, seconds))
             ends[parent] = start + seconds
             ends[phase] = start
-    return found
+    return phases

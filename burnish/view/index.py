@@ -196,13 +196,13 @@ class RolloutIndex:
         self._read_soon(steps)
         candidates = self._sorted if wanted.column else self._walk
         needle = wanted.text.casefold()
-        found: list[tuple[str, Row]] = []
+        page_rows: list[tuple[str, Row]] = []
         last = after
         following = None
         for position, row in candidates(wanted, steps, after):
             if row is None:
                 last = position
-            is_full = len(found) == limit
+            is_full = len(page_rows) == limit
             # A page goes on until it has got somewhere, however late it is.
             is_late = last != after and time.monotonic() > deadline
             if is_full or (is_late and (needle or row is None)):
@@ -211,11 +211,11 @@ class RolloutIndex:
             if row is not None:
                 last = position
                 match = self._match(wanted.kind, steps[-row.later], row, needle)
-                found += [match] if match else []
+                page_rows += [match] if match else []
         total = None if cursor or needle else self._count(wanted, steps)
         unread = sum(files not in self._steps for files in steps.values())
         rest = following and ",".join(map(repr, following))
-        return RolloutPage(found, rest, total, unread, max(steps, default=None))
+        return RolloutPage(page_rows, rest, total, unread, max(steps, default=None))
 
     def row(self, identity: str) -> Row:
         """Return one rollout as its file has it. Raises `MissingError`, and `CorruptError` for a damaged file."""
@@ -262,19 +262,19 @@ class RolloutIndex:
             begun = time.monotonic()
             if begun < self._next_look:
                 return
-            found: dict[Kind, dict[int, list[tuple[str, str] | None]]]
-            found = {"step": {}, "validation": {}}
+            listing: dict[Kind, dict[int, list[tuple[str, str] | None]]]
+            listing = {"step": {}, "validation": {}}
             for kind, step, is_rest, path in named_rollouts(self._directory):
                 with suppress(FileNotFoundError):
                     if step <= LAST_STEP:
-                        both = found[kind].setdefault(step, [None, None])
+                        both = listing[kind].setdefault(step, [None, None])
                         both[is_rest] = (path.name, _mark(path))
             self._listed = {
                 kind: {
                     step: _StepFiles(step, (chosen, rest))
                     for step, (chosen, rest) in sorted(of_kind.items(), reverse=True)
                 }
-                for kind, of_kind in found.items()
+                for kind, of_kind in listing.items()
             }
             listed = {files for of_kind in self._listed.values() for files in of_kind.values()}
             for files in self._steps.keys() - listed:
@@ -335,8 +335,8 @@ class RolloutIndex:
         return _Step(rows, problem)
 
     def _read_block(self, path: Path, mark: str, start: int) -> list[bytes]:
-        with closing(blocks(path, start)) as found:
-            for _, data in found:
+        with closing(blocks(path, start)) as parts:
+            for _, data in parts:
                 return data.splitlines(keepends=True)
         raise IndexError(start)
 
@@ -374,8 +374,8 @@ class RolloutIndex:
         return self._ordered(wanted.model_copy(update={"text": ""}), read)
 
     def _order(self, wanted: RolloutFilter, read: tuple[_StepFiles, ...]) -> list[IndexedRow]:
-        found = [step for files in read if (step := self._steps.get(files))]
-        rows = wanted.select([row for step in found for row in step.rows])
+        known = [step for files in read if (step := self._steps.get(files))]
+        rows = wanted.select([row for step in known for row in step.rows])
         if wanted.column is not None:
             rows.sort(key=attrgetter(wanted.column))
         return rows
@@ -392,15 +392,15 @@ class RolloutIndex:
         try:
             name, mark = files.both[row.is_rest] or ("", "")
             block = self._block(self._directory / name, mark, row.start)
-            found = parse_rollout(block[row.line], name)
+            rollout = parse_rollout(block[row.line], name)
         except (IndexError, OSError, CorruptError):  # the file has changed
             return None
-        texts = (str(found["prompt"]), str(found["completion"]))
+        texts = (str(rollout["prompt"]), str(rollout["completion"]))
         if needle and not any(needle in text.casefold() for text in texts):
             return None
-        found["kind"] = kind
-        found["step"] = files.step
-        return f"{name.removesuffix('.jsonl.gz')}:{row.start}:{row.line}", found
+        rollout["kind"] = kind
+        rollout["step"] = files.step
+        return f"{name.removesuffix('.jsonl.gz')}:{row.start}:{row.line}", rollout
 
 
 def _newest(steps: Mapping[int, _StepFiles]) -> list[_StepFiles]:
@@ -436,7 +436,7 @@ def _parse_cursor(cursor: str | None) -> _Position | None:
         return float(value), later, prompt, sample, is_rest, start, line
     except ValueError as error:
         do = "begin at the first page"
-        raise UsageError("cursor: it is not the end of a page", have=cursor[:80], do=do) from error
+        raise UsageError("cursor: no page ended there", have=cursor[:80], do=do) from error
 
 
 def _index_row(line: bytes, place: tuple[int, int, int, int], where: str) -> IndexedRow:

@@ -76,22 +76,22 @@ class RunCopies:
                 _log.warning("%s", error)
 
     def _copy(self, *, rollouts: bool) -> None:
-        found = {
+        versions = {
             name: version
             for name, version in self._versions().items()
             if _WANTED.fullmatch(name) and ".." not in name.split("/")
         }
         have = json.loads(self._known.read_text()) if self._known.exists() else {}
-        for name in have.keys() - found.keys():
+        for name in have.keys() - versions.keys():
             (self.root / name).unlink(missing_ok=True)
             del have[name]
-        small = sorted(name for name in found if not _LARGE.search(name))
-        large = sorted((found.keys() - set(small)) if rollouts else (), reverse=True)
+        small = sorted(name for name in versions if not _LARGE.search(name))
+        large = sorted((versions.keys() - set(small)) if rollouts else (), reverse=True)
         try:
             for name in (*small, *large):
-                if have.get(name) != found[name] and not self._stop.is_set():
+                if have.get(name) != versions[name] and not self._stop.is_set():
                     with suppress(MissingError):  # the file was removed meanwhile
                         write_atomically(self.root / name, self._content(name))
-                        have[name] = found[name]
+                        have[name] = versions[name]
         finally:
             write_atomically(self._known, json.dumps(have))

@@ -24,19 +24,19 @@ _HEAVY = {CHECKPOINTS, "rollouts", "tensorboard", "logs"}  # a run's directories
 
 def find_runs(root: Path) -> list[Path]:
     """Return the directories of runs at and below `root`, by the time of their last start, and those that cannot be listed."""
-    found: list[tuple[float, Path]] = []
+    dated: list[tuple[float, Path]] = []
 
     def note(error: OSError) -> None:
         if isinstance(error, PermissionError) and Path(error.filename) != root:
-            found.append((0.0, Path(error.filename)))
+            dated.append((0.0, Path(error.filename)))
 
     for place, directories, files in os.walk(root, onerror=note):
         directories[:] = [name for name in directories if not name.startswith(".")]
         if "environment.json" in files:
             directories[:] = [name for name in directories if name not in _HEAVY]
             path = Path(place)
-            found.append((_changed(path / "environment.json"), path))
-    return [path for _, path in sorted(found)]
+            dated.append((_changed(path / "environment.json"), path))
+    return [path for _, path in sorted(dated)]
 
 
 def describe(run: RunDirectory, curves: Curves, *, is_copy: bool = False) -> dict[str, Any]:

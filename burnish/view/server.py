@@ -122,15 +122,22 @@ def _refusal(request: Request, token: str | None) -> Response | None:
         # Another site's name may resolve to this machine. The browser still sends that name, so it is refused.
         is_own = _OWN_NAME.fullmatch(request.headers.get("host", ""))
         do = "call it localhost, or start burnish view with --host"
-        return None if is_own else _error(403, BurnishError("the address is no local name", do=do))
+        return (
+            None
+            if is_own
+            else _error(403, BurnishError("this page answers only at a local address", do=do))
+        )
     cookie = f"burnish-view-{request.url.port or 80}"  # all ports share cookies
     asked = request.query_params.get("token", "")
     bearer = request.headers.get("authorization", "").removeprefix("Bearer ")
-    kept = request.cookies.get(cookie, "")
-    knows = [hmac.compare_digest(each.encode(), token.encode()) for each in (asked, bearer, kept)]
+    from_cookie = request.cookies.get(cookie, "")
+    knows = [
+        hmac.compare_digest(secret.encode(), token.encode())
+        for secret in (asked, bearer, from_cookie)
+    ]
     if knows[0]:
-        found = RedirectResponse(request.url.path, 303)
-        found.set_cookie(cookie, token, httponly=True, samesite="strict")
-        return found
+        response = RedirectResponse(request.url.path, 303)
+        response.set_cookie(cookie, token, httponly=True, samesite="strict")
+        return response
     do = "open the address that burnish view printed"
     return None if any(knows) else _error(401, BurnishError("the token is missing or wrong", do=do))
