@@ -192,9 +192,9 @@ def run_method(
             make_way(RunDirectory(config.directory), RunIdentity(method.name, config))
             forget_failures(logs)
     if layout.is_main:
-        said = summary(config, method, layout.world, run_dir, brief=True)
+        text = summary(config, method, layout.world, run_dir, brief=True)
         title = f"{method.name}, run {config.run_name}" if method.trains else method.name
-        _log.info("%s\n%s", title, said)
+        _log.info("%s\n%s", title, text)
         for remark in remarks:
             _log.warning("%s", remark)
         _log.info("loading torch and transformers")

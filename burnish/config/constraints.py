@@ -277,12 +277,12 @@ def setting_problems(config: RunConfig, world: int | None) -> Iterator[BurnishEr
             want=f"both of optim.betas at most {_LARGEST_BETA_IN_BF16}",
             do="set optim.betas=[0.9,0.95], or optim.moments=fp32",
         )
-    if taken := ", ".join(sorted(config.data.chat_template_kwargs.keys() & _RENDERING)):
+    if arguments := ", ".join(sorted(config.data.chat_template_kwargs.keys() & _RENDERING)):
         yield UsageError(
             "data.chat_template_kwargs sets arguments that are not variables of a chat template",
-            have=taken,
+            have=arguments,
             want="variables that the template itself reads",
-            do=f"remove {taken}; model.chat_template sets another template",
+            do=f"remove {arguments}; model.chat_template sets another template",
         )
 
 

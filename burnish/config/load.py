@@ -83,15 +83,15 @@ def load_settings(
     if isinstance(source, str | os.PathLike):
         draft.take(read_document(source), str(source))
     else:
-        given = source.model_dump(exclude_unset=True) if isinstance(source, RunConfig) else source
-        if not isinstance(given, Mapping):
+        values = source.model_dump(exclude_unset=True) if isinstance(source, RunConfig) else source
+        if not isinstance(values, Mapping):
             raise UsageError(
                 "this is not a configuration",
-                have=f"an object of the type {type(given).__name__}",
+                have=f"an object of the type {type(values).__name__}",
                 want="a YAML file, or settings as a mapping",
                 do="give one of the two",
             )
-        draft.set_all(_plain(given), _ARGUMENT)
+        draft.set_all(_plain(values), _ARGUMENT)
     draft.set_all(_plain(settings), _ARGUMENT)
     return draft.config("the settings")
 

@@ -44,6 +44,7 @@ def key_of(tokenizer: PreTrainedTokenizerBase, others: object) -> str | None:
     if not tokenizer.is_fast or not type(tokenizer).__module__.startswith("transformers."):
         return None
     template = str(tokenizer.chat_template)
+    # A template that writes the date may have other lengths tomorrow.
     today = date.today() if "strftime_now" in template else None
     rules = [tokenizer.backend_tokenizer.to_str(), template, type(tokenizer).__name__]
     settings = [tokenizer.special_tokens_map, sorted(tokenizer.init_kwargs.items(), key=str)]

@@ -304,6 +304,7 @@ def _convert(kind: str, files: Sequence[Path], directory: Path, setting: str) ->
 
 def _convert_texts(files: Sequence[Path], directory: Path) -> list[str]:
     """Write rows as JSON texts. Return their columns."""
+    # In columns of their own, Arrow would fill the keys that a row lacks with nulls.
     schema = pa.schema({_TEXT: pa.large_string()})
     columns = dict[str, None]()
     rows = chain.from_iterable((_csv_rows if f.suffix == ".csv" else _json_rows)(f) for f in files)

@@ -165,8 +165,8 @@ class RowDataset(ItemSequence[Item]):
                 do=f"{do}, or correct the data",
             )
         if self.dropped_overlong:
-            found = self.dropped_overlong, total, setting, limit
-            logger.warning("dropped %d of %d rows: longer than %s=%d tokens", *found)
+            numbers = self.dropped_overlong, total, setting, limit
+            logger.warning("dropped %d of %d rows: longer than %s=%d tokens", *numbers)
         if self.dropped_untrained:
             logger.warning(
                 "dropped %d of %d rows: nothing to train on", self.dropped_untrained, total
@@ -358,7 +358,7 @@ class PromptDataset(RowDataset[Prompt]):
     def make(self, indices: Sequence[int]) -> list[Prompt]:
         """Return rows' prompts."""
         rows = [self.rows[index] for index in indices]
-        found = zip(indices, rows, self._encode(indices, rows), strict=True)
+        encoded = zip(indices, rows, self._encode(indices, rows), strict=True)
         return [
             Prompt(
                 index=self.first_index + self.rows.number(index),
@@ -369,7 +369,7 @@ class PromptDataset(RowDataset[Prompt]):
                 source=str(row.get("data_source") or ""),
                 columns=row,
             )
-            for index, row, (text, messages, ids) in found
+            for index, row, (text, messages, ids) in encoded
         ]
 
     def _encode(

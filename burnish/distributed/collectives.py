@@ -47,6 +47,7 @@ def gather_rows(
     numbers: Sequence[int] | npt.NDArray[np.integer], rows: npt.NDArray[np.float64], layout: Layout
 ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float64]]:
     """Return the rows of all first peers, sorted by number. Collective."""
+    # Peers have equal rows, so only the first of them sends any.
     arrays = np.asarray(numbers, np.int32), rows
     encoded = [array[: None if layout.is_first_peer else 0].tobytes() for array in arrays]
     return by_number(gather_objects(encoded, layout), rows.shape[1:])
@@ -221,6 +222,7 @@ def agree(layout: Layout) -> Iterator[None]:
 def _portable(error: Exception, layout: Layout) -> BurnishError:
     if not isinstance(error, BurnishError):
         return BurnishError(f"rank {layout.rank}: {type(error).__name__}: {error}")
+    # An error makes its text when it is built, and a copy builds it again: the second one has the new problem in its text.
     named = copy.copy(error)
     named.problem = f"rank {layout.rank}: {error.problem}"
     return copy.copy(named)

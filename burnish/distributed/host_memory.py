@@ -69,6 +69,7 @@ class Arena:
 
     def _find_room(self, room: int) -> tuple[_Region, int]:
         self._take_back()
+        # A tensor lies within one region, so several free ones serve better as a single one.
         if sum(not region.used for region in self._regions) > 1:
             self._add(self._close_free())
         for region in self._regions:

@@ -68,8 +68,8 @@ def has_layout(planner: Callable[[Devices], Planner], world: int) -> bool:
 
 def _devices(world: int, here: int | None) -> Devices:
     """Return this machine's devices; made-up ones of unlimited memory if unknown or without `here`."""
-    found = None if here is None else devices_here(world, here)
-    return found or Devices(world, "CPU", math.inf, Accelerator(1e12, math.inf, 1e12, 1e12))
+    devices = None if here is None else devices_here(world, here)
+    return devices or Devices(world, "CPU", math.inf, Accelerator(1e12, math.inf, 1e12, 1e12))
 
 
 def planner_of(config: RunConfig, method: Method, devices: Devices) -> Planner:

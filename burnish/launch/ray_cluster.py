@@ -208,15 +208,15 @@ class RayLauncher:
 
     def processes(self) -> int:
         """Return the number of accelerators that servers leave. Raises `UsageError` if it is 0."""
-        taken = len(self._servers) * self._devices
-        left = self._total(self._kind) - taken if self._kind else 0
-        if left < 1:
+        for_servers = len(self._servers) * self._devices
+        free = self._total(self._kind) - for_servers if self._kind else 0
+        if free < 1:
             raise UsageError(
                 "the Ray cluster has no accelerators left for training",
-                have=f"{self._total(self._kind or 'CPU')} × {self._kind or 'CPU'}, {taken} for servers",
+                have=f"{self._total(self._kind or 'CPU')} × {self._kind or 'CPU'}, {for_servers} for servers",
                 do="give --processes N",
             )
-        return left
+        return free
 
     def _total(self, kind: str) -> int:
         return int(ray.cluster_resources().get(kind, 0))

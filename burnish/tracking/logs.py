@@ -70,8 +70,8 @@ class RankLog(RotatingFileHandler):
         when = datetime.fromtimestamp(record.created).isoformat(" ", "milliseconds")
         shown = "-" if step is None else step
         where = f"rank {self._rank} step {shown} {phase or '-'} {record.name}"
-        said = printable(f"{text}\n{stack}").rstrip().replace("\n", "\n    ")
-        return f"{when} {level} {where}: {said}"
+        message = printable(f"{text}\n{stack}").rstrip().replace("\n", "\n    ")
+        return f"{when} {level} {where}: {message}"
 
     def handleError(self, record: logging.LogRecord) -> None:
         """Warn once that the file cannot be written."""

@@ -141,8 +141,8 @@ class Progress:
                 nonlocal due
                 if lines and seconds >= due:
                     due = seconds + _LINE_SECONDS
-                    said = f"{name} {done + counted:g}{of_total} after {seconds:.0f}s"
-                    self._console.print(said, soft_wrap=True, highlight=False, markup=False)
+                    sentence = f"{name} {done + counted:g}{of_total} after {seconds:.0f}s"
+                    self._console.print(sentence, soft_wrap=True, highlight=False, markup=False)
 
             yield Bar(line, self._clock, self.moved)
             return

@@ -68,15 +68,15 @@ def write_report(run_dir: Path, state: State | None = None) -> Path:
         "environment": {"environment": environment},
     }
     # A "<" could end the element that holds the answers.
-    held = json.dumps(answers, ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c")
-    write_atomically(run.report, _page().replace(_ANSWERS, held))
+    text = json.dumps(answers, ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c")
+    write_atomically(run.report, _page().replace(_ANSWERS, text))
     return run.report
 
 
 def model_of(run: RunDirectory) -> str | None:
     """Return the model that a run's configuration names, even if another version wrote it."""
-    found = _MODEL.search(config_text(run))
-    return found[1].strip("\"'") if found and found[1] != "null" else None
+    match = _MODEL.search(config_text(run))
+    return match[1].strip("\"'") if match and match[1] != "null" else None
 
 
 def config_text(run: RunDirectory) -> str:

@@ -189,8 +189,8 @@ def rollout_files(directory: Path, kind: Kind = "step") -> list[tuple[int, Path]
 
 def discard_rollouts_after(directory: Path, step: int) -> None:
     """Remove later steps' files: a run that resumes from `step` makes them again."""
-    for _, found, _, path in named_rollouts(directory):
-        if found > step:
+    for _, later, _, path in named_rollouts(directory):
+        if later > step:
             path.unlink()
 
 
@@ -212,8 +212,8 @@ class Thinning:
 
 def thin_rollouts(directory: Path, keep: int) -> int:
     """Remove the oldest files, first those with the rest, if all take more than `keep` bytes. Return the bytes that stay."""
-    found = named_rollouts(directory)
-    files = sorted((not rest, step, path, path.stat().st_size) for _, step, rest, path in found)
+    named = named_rollouts(directory)
+    files = sorted((not rest, step, path, path.stat().st_size) for _, step, rest, path in named)
     steps = [step for _, step, *_ in files]
     total = sum(size for *_, size in files)
     first = min(steps, default=0)

@@ -144,8 +144,8 @@ class MlflowTracker(_Service):
         else:
             commit = str(self._environment.get("git_commit"))
             tags = {self._TAG: self._id, "mlflow.source.git.commit": commit}
-            made = self._client.create_run(place, tags=tags, run_name=self._name)
-            self._run = made.info.run_id
+            created = self._client.create_run(place, tags=tags, run_name=self._name)
+            self._run = created.info.run_id
             parameters = [entities.Param(key, str(v)[:500]) for key, v in dotted(self._config)]
             for start in range(0, len(parameters), 100):
                 self._client.log_batch(self._run, params=parameters[start : start + 100])

@@ -158,8 +158,8 @@ class BackgroundTracker(Tracker):
     def _warn(self, problem: object) -> None:
         if not self._warned:
             self._warned = True
-            said = (repr(problem) if isinstance(problem, Exception) else str(problem))[:_CHARACTERS]
-            log.warning("tracker %s: %s. Training goes on without it", self._name, said)
+            text = (repr(problem) if isinstance(problem, Exception) else str(problem))[:_CHARACTERS]
+            log.warning("tracker %s: %s. Training goes on without it", self._name, text)
 
     def _serve(self) -> None:
         keeps = "resume_step" in inspect.signature(self._make).parameters
@@ -189,6 +189,7 @@ class BackgroundTracker(Tracker):
         new = [call for call in calls if call[0] not in _OF_STEPS or call[1][0] > last_taken]
         done = [call for call in new if self._call(call[0], *call[1])]
         steps = [arguments[0] for method, arguments in done if method in ("log", "log_traces")]
+        # Calls that were not synced may never arrive, so they count as lost.
         if done and not self._call("sync"):
             done = []
         elif steps and note:
@@ -230,8 +231,8 @@ class JsonlTracker(Tracker):
     def __init__(self, path: Path, *, resume_step: int | None = None) -> None:
         is_new = resume_step is None or not path.exists()
         rows = [] if is_new else _rows(path)
-        kept = [line + b"\n" for line, row in rows if row["step"] <= (resume_step or 0)]
-        write_atomically(path, b"".join(kept))
+        lines = [line + b"\n" for line, row in rows if row["step"] <= (resume_step or 0)]
+        write_atomically(path, b"".join(lines))
         # Unbuffered, so that closing does not retry a failed write.
         self._file = path.open("ab", buffering=0)
 
