@@ -88,9 +88,7 @@ class Table(Generic[T]):
     def require_complete(self, instance: object, name: str, setting: str) -> None:
         """Raise `UsageError` if an object of the class that `name` names lacks attributes of the protocol."""
         protocol: Any = load_function(self.protocol, setting)
-        missing = [
-            attribute for attribute in _attributes(protocol) if not _has(instance, attribute)
-        ]
+        missing = [a for a in _attributes(protocol) if not _has(instance, a)]
         if missing:
             raise self._misfit(name, setting, f"no attributes {few(missing)}")
 

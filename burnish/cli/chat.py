@@ -34,13 +34,13 @@ from burnish.tracking.progress import Progress
 _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 
 
-def chat(arguments: Namespace) -> None:
+def chat(args: Namespace) -> None:
     """Answer each line of standard input with a model, or a run's newest step; `/reset` begins anew."""
-    place = arguments.config
+    place = args.config
     step = None
     file, run = config_at(place) if place else (None, None)
     named = [f"model.path={place}"] if place and file is None else []
-    config = read_config(file, [*named, *arguments.overrides])
+    config = read_config(file, [*named, *args.overrides])
     if run is None:
         model = at_newest_steps(config.model_dump()).model
     else:

@@ -21,19 +21,19 @@ _HIDE_ACCELERATORS = {
 }
 
 
-def run_check(arguments: Namespace) -> None:
+def run_check(args: Namespace) -> None:
     """Compare the layout with one plain process. Raises `BurnishError` if something differs."""
-    config = read_config(arguments.config, arguments.overrides)
+    config = read_config(args.config, args.overrides)
     method = method_meant_by(config)
     config = method.named(config)
     config = at_newest_steps(config.model_dump(), config.directory)
-    method.check(config, arguments.processes or place_of(os.environ).layout.world)
+    method.check(config, args.processes or place_of(os.environ).layout.world)
     require_inputs(config, method)
-    if arguments.processes is None:
+    if args.processes is None:
         from burnish.methods.layout_check import check_layout
 
         check_layout(config)
         return
     os.environ.update(_HIDE_ACCELERATORS)
-    argv = ["check", *filter(None, [arguments.config]), *arguments.overrides]
-    raise SystemExit(run_once(LocalLauncher(argv), arguments.processes))
+    argv = ["check", *filter(None, [args.config]), *args.overrides]
+    raise SystemExit(run_once(LocalLauncher(argv), args.processes))

@@ -62,14 +62,14 @@ P = TypeVar("P", bound=PurePath)
 _PARSER_ONLY = ("command", "subcommand", "function", "json")
 
 
-def run_ckpt(arguments: Namespace) -> int:
+def run_ckpt(args: Namespace) -> int:
     """Run the command that was parsed; return the exit code. Raises `BurnishError`."""
-    function = function_of(arguments)
-    options = {name: value for name, value in vars(arguments).items() if name not in _PARSER_ONLY}
+    function = function_of(args)
+    options = {name: value for name, value in vars(args).items() if name not in _PARSER_ONLY}
     path = next(value for value in options.values() if isinstance(value, PurePath))
 
     def say(line: str) -> None:
-        if not arguments.json:
+        if not args.json:
             print_text(line)
 
     try:
@@ -80,7 +80,7 @@ def run_ckpt(arguments: Namespace) -> int:
     failure: BurnishError | None = report.pop("error", None)
     if failure is not None:
         report["error"] = failure.parts() | {"exit_code": failure.exit_code}
-    if arguments.json:
+    if args.json:
         print_text(json.dumps(report, ensure_ascii=False, indent=1))
     if failure is not None:
         raise failure
@@ -400,17 +400,15 @@ def collect_garbage(say: Say, run: Path, *, dry_run: bool) -> Report:
             clear(root, LOCAL, removals)
             still = [step for step in gone if LOCAL.kind(step) is not None]
             freed -= sum(map(_file_bytes, [*still, *leftovers(root, LOCAL)]))
-        remaining = [
-            str(p) for p in step_paths(root, LOCAL).values() if not dry_run or p not in gone
-        ]
+        stay = [str(p) for p in step_paths(root, LOCAL).values() if not dry_run or p not in gone]
     removed = [str(p) for p in [*rest, *gone] if dry_run or LOCAL.kind(p) is None]
     for name in removed:
         say(f"{'would remove' if dry_run else 'removed'} {name}")
     if not config.is_file():
         say(f"all steps are kept, because there is no {config}")
     would = "would be " if dry_run else ""
-    say(f"{bytes_text(freed)} {would}freed, {count_text(len(remaining), 'step')} kept")
-    report = {"path": str(root), "dry_run": dry_run, "removed": removed, "kept": remaining}
+    say(f"{bytes_text(freed)} {would}freed, {count_text(len(stay), 'step')} kept")
+    report = {"path": str(root), "dry_run": dry_run, "removed": removed, "kept": stay}
     return report | {"bytes": freed, "error": removals.error()}
 
 

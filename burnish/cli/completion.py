@@ -23,10 +23,10 @@ _burnish() {{
 complete -o default -F _burnish burnish"""
 
 
-def completion(arguments: Namespace) -> None:
+def completion(args: Namespace) -> None:
     """Print the completion script that a shell evaluates at its start."""
     commands = dict(_commands(make_parser(), ""))
-    if arguments.shell == "fish":
+    if args.shell == "fish":
         lines = ["complete -c burnish -f -n __fish_use_subcommand -a '{}'".format(commands.pop(""))]
         for name, words in commands.items():
             seen = " ; and ".join(f"__fish_seen_subcommand_from {word}" for word in name.split())
@@ -37,7 +37,7 @@ def completion(arguments: Namespace) -> None:
     cases = [
         f'        "{name}{name and " "}"*) words="{words}" ;;' for name, words in longest_first
     ]
-    zsh = "autoload -U +X bashcompinit && bashcompinit\n" if arguments.shell == "zsh" else ""
+    zsh = "autoload -U +X bashcompinit && bashcompinit\n" if args.shell == "zsh" else ""
     print_text(zsh + _BASH.format(cases="\n".join(cases)))
 
 

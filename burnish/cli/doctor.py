@@ -23,19 +23,19 @@ from burnish.launch.supervisor import run_once
 _MARKS = {"ok": "ok", "warning": "warning", "error": "ERROR"}
 
 
-def doctor(arguments: Namespace) -> None:
+def doctor(args: Namespace) -> None:
     """Print findings. Raises `BurnishError` if one of them keeps runs from working."""
-    if arguments.processes is not None or arguments.ray is not None:
-        argv = ["doctor", *arguments.places, *["--json"] * arguments.json]
-        with closing(launcher_of(arguments.ray, argv)) as launcher:
-            raise SystemExit(run_once(launcher, arguments.processes))
+    if args.processes is not None or args.ray is not None:
+        argv = ["doctor", *args.places, *["--json"] * args.json]
+        with closing(launcher_of(args.ray, argv)) as launcher:
+            raise SystemExit(run_once(launcher, args.processes))
     findings = launch(
-        lambda layout, device: _examined(arguments.places or ["."], layout, device),
+        lambda layout, device: _examined(args.places or ["."], layout, device),
         DistributedConfig(),
     )
     if not findings:
         return
-    if arguments.json:
+    if args.json:
         shown = [
             {"hosts": hosts, "verdict": finding.verdict} | asdict(finding)
             for finding, hosts in findings.items()

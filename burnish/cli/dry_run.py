@@ -19,9 +19,9 @@ from burnish.method import Method
 from burnish.runs.summary import summary
 
 
-def dry_run(arguments: Namespace, method: Method, config: RunConfig, run_dir: Path | None) -> None:
+def dry_run(args: Namespace, method: Method, config: RunConfig, run_dir: Path | None) -> None:
     """Print what a method would do on the devices that are named, or on this machine's."""
-    devices = getattr(arguments, "devices", None)
+    devices = getattr(args, "devices", None)
     layout = place_of(os.environ).layout
     target = devices_of(devices)
     world = layout.world if target is None else target.count
@@ -39,9 +39,7 @@ def dry_run(arguments: Namespace, method: Method, config: RunConfig, run_dir: Pa
             summary(config, method, world, run_dir, memory),
             *(f"note: {notice}" for notice in notices),
             "No weights were loaded, and nothing was written to the run's directory. To run it:",
-            _started(
-                [*method.command, *filter(None, [arguments.config]), *arguments.overrides], world
-            ),
+            _started([*method.command, *filter(None, [args.config]), *args.overrides], world),
         )
         print_text("\n\n".join(paragraphs))
 
@@ -52,18 +50,9 @@ def _started(arguments: Sequence[str], world: int) -> str:
     from burnish.plan.devices import PER_MACHINE
 
     machines = world // PER_MACHINE if world % PER_MACHINE == 0 else 1
-    per_machine = ["--nproc-per-node", str(world // machines)]
+    local = ["--nproc-per-node", str(world // machines)]
     if machines == 1:
-        return f"  {shlex.join(['torchrun', *per_machine, '-m', 'burnish', *arguments])}"
+        return f"  {shlex.join(['torchrun', *local, '-m', 'burnish', *arguments])}"
     meeting = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "HOST:PORT"]
-    words = [
-        "torchrun",
-        "--nnodes",
-        str(machines),
-        *per_machine,
-        *meeting,
-        "-m",
-        "burnish",
-        *arguments,
-    ]
+    words = ["torchrun", "--nnodes", str(machines), *local, *meeting, "-m", "burnish", *arguments]
     return f"  {shlex.join(words)}\n\non each of {machines} machines, where HOST is one of them"

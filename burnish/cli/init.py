@@ -21,14 +21,14 @@ _DATA = "data.jsonl"
 _STARTERS = Path(__file__).with_name("starters")
 
 
-def init(arguments: Namespace) -> None:
+def init(args: Namespace) -> None:
     """Write the files into the working directory. Raises `UsageError` if one is there."""
-    method = METHODS[arguments.kind]
-    data = arguments.data or _DATA
-    files = {} if arguments.data else {data: _sums("answer" if method.generates else "completion")}
-    is_here = arguments.data and (os.path.exists(data) or is_data(data))
+    method = METHODS[args.kind]
+    data = args.data or _DATA
+    files = {} if args.data else {data: _sums("answer" if method.generates else "completion")}
+    is_here = args.data and (os.path.exists(data) or is_data(data))
     column = _answers(method, data) if is_here else "answer"
-    values = {"model": one_line(arguments.model or _MODEL), "data": one_line(data)}
+    values = {"model": one_line(args.model or _MODEL), "data": one_line(data)}
     if method.generates:
         values["function"] = "correct" if column else "brief"
         first, _, below = (column or "").partition(".")

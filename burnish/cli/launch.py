@@ -18,21 +18,21 @@ from burnish.method import Method
 from burnish.methods.table import load_method, method_meant_by
 
 
-def supervise(arguments: Namespace, method: Method) -> None:
+def supervise(args: Namespace, method: Method) -> None:
     """Start the command on several processes, here or on a Ray cluster. Start all again when one dies."""
-    world = arguments.processes
-    if arguments.dry_run:
+    world = args.processes
+    if args.dry_run:
         raise UsageError("a dry run starts no processes", do="give --devices 8xNAME instead")
     if "RANK" in os.environ or "WORLD_SIZE" in os.environ:
         raise UsageError(
             "torchrun has started this process, so it cannot start the run's processes",
             do="leave out torchrun, or --processes and --ray",
         )
-    config = method.named(read_config(arguments.config, arguments.overrides))
-    argv = [*method.command, *filter(None, [arguments.config]), *arguments.overrides]
+    config = method.named(read_config(args.config, args.overrides))
+    argv = [*method.command, *filter(None, [args.config]), *args.overrides]
     rollout = config.rollout
     servers = rollout.servers if method.generates and rollout.place == "servers" else 0
-    with closing(launcher_of(arguments.ray, argv, servers, rollout.tensor_parallel)) as launcher:
+    with closing(launcher_of(args.ray, argv, servers, rollout.tensor_parallel)) as launcher:
         world = launcher.processes() if world is None else world
         method.check(config, world)
         is_possible = partial(has_layout, partial(planner_of, config, method))
@@ -50,26 +50,20 @@ def launcher_of(
     return RayLauncher(address, argv, servers, devices)
 
 
-def submit_run(arguments: Namespace) -> None:
+def submit_run(args: Namespace) -> None:
     """Submit a run to a Ray cluster as a job, and follow it."""
-    method = load_method(arguments.kind)
-    method.check(read_config(arguments.config, arguments.overrides), arguments.processes)
+    method = load_method(args.kind)
+    method.check(read_config(args.config, args.overrides), args.processes)
     with refusing("Ray is not installed", do=install("ray")):
         from burnish.launch import ray_jobs
-    argv = [
-        *method.command,
-        *filter(None, [arguments.config]),
-        *arguments.overrides,
-        "--ray",
-        "auto",
-    ]
-    argv += [] if arguments.processes is None else ["--processes", str(arguments.processes)]
-    raise SystemExit(ray_jobs.submit(arguments.address, argv))
+    argv = [*method.command, *filter(None, [args.config]), *args.overrides, "--ray", "auto"]
+    argv += [] if args.processes is None else ["--processes", str(args.processes)]
+    raise SystemExit(ray_jobs.submit(args.address, argv))
 
 
-def serve_run(arguments: Namespace) -> None:
+def serve_run(args: Namespace) -> None:
     """Generate completions for the run that a configuration names until ctrl-C."""
-    config = read_config(arguments.config, arguments.overrides)
+    config = read_config(args.config, args.overrides)
     method = method_meant_by(config)
     if not method.generates:
         raise UsageError(
@@ -87,4 +81,4 @@ def serve_run(arguments: Namespace) -> None:
 
     device = pick_device(local_rank=0)
     _, local = local_inputs(config, device, trains=False)
-    serve_at(lay_foundation(local, Layout(), device), arguments.host, arguments.port)
+    serve_at(lay_foundation(local, Layout(), device), args.host, args.port)

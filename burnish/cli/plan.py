@@ -35,11 +35,11 @@ _Configured = tuple["Plan | None", BurnishError | None]
 """The plan of the settings as they are, and why they cannot run or do not fit."""
 
 
-def run_plan(arguments: Namespace) -> None:
+def run_plan(args: Namespace) -> None:
     """Plan a configuration. Raises `UsageError` if no layout fits."""
-    config = read_config(arguments.config, arguments.overrides)
+    config = read_config(args.config, args.overrides)
     check_engine(config)
-    devices = devices_of(arguments.devices, arguments.device_memory, arguments.device_tflops)
+    devices = devices_of(args.devices, args.device_memory, args.device_tflops)
     if devices is None:
         raise UsageError(
             "this machine's accelerator is not known",
@@ -50,7 +50,7 @@ def run_plan(arguments: Namespace) -> None:
     planner = planner_of(method.named(config), method, devices)
     plans = planner.all_plans()
     configured = planner.as_configured()
-    if arguments.json:
+    if args.json:
         print_text(json.dumps(_as_json(plans, configured, devices)))
     else:
         lines = [*_lines(plans, configured, planner, method), "", _ACCURACY[config.engine.kind]]

@@ -15,37 +15,32 @@ from burnish.methods.table import load_method
 from burnish.tracking.trackers import json_numbers
 
 
-def run_given(arguments: Namespace) -> None:
+def run_given(args: Namespace) -> None:
     """Run a command with a configuration; with `dry_run` only print what it would do on `devices`."""
-    method = load_method(arguments.method)
-    file = arguments.config
-    overrides = arguments.overrides
+    method = load_method(args.method)
+    file = args.config
+    overrides = args.overrides
     run_dir = None
     if file and not method.trains:
         file, run_dir = config_at(file)
-        overrides = (
-            overrides if file else [f"model.path={json.dumps(arguments.config)}", *overrides]
-        )
+        overrides = overrides if file else [f"model.path={json.dumps(args.config)}", *overrides]
     config = method.named(read_config(file, overrides))
     layout = place_of(os.environ).layout
-    devices = getattr(arguments, "devices", None)
-    as_json = getattr(arguments, "json", False)
-    if devices is not None and not arguments.dry_run:
+    devices = getattr(args, "devices", None)
+    as_json = getattr(args, "json", False)
+    if devices is not None and not args.dry_run:
         raise UsageError("--devices is for --dry-run", do="leave it out, or add --dry-run")
-    if as_json and arguments.dry_run:
+    if as_json and args.dry_run:
         raise UsageError("a dry run measures nothing that --json could print", do="leave one out")
-    if (
-        getattr(arguments, "processes", None) is not None
-        or getattr(arguments, "ray", None) is not None
-    ):
+    if getattr(args, "processes", None) is not None or getattr(args, "ray", None) is not None:
         from burnish.cli.launch import supervise
 
-        supervise(arguments, method)
+        supervise(args, method)
         return
-    if arguments.dry_run:
+    if args.dry_run:
         from burnish.cli.dry_run import dry_run
 
-        dry_run(arguments, method, config, run_dir)
+        dry_run(args, method, config, run_dir)
         return
     numbers = run_method(method, config, run_dir)
     if numbers and layout.is_main:

@@ -24,9 +24,9 @@ _BARS = "▁▂▃▄▅▆▇█"
 Rows = list[dict[str, Any]]
 
 
-def runs(arguments: Namespace) -> None:
+def runs(args: Namespace) -> None:
     """Print the runs in a directory, newest last; with `compare A B` the settings and curves of two."""
-    command, *names = arguments.runs or ["runs"]
+    command, *names = args.runs or ["runs"]
     if command == "compare" and len(names) == 2:
         tables = {"settings": _settings(names), "curves": _curves(names)}
     elif not names:
@@ -34,10 +34,10 @@ def runs(arguments: Namespace) -> None:
     else:
         raise UsageError(
             "runs takes one directory, or compare A B",
-            have=" ".join(arguments.runs),
+            have=" ".join(args.runs),
             do="see burnish runs --help",
         )
-    if arguments.json:
+    if args.json:
         print_text(json.dumps(tables))
         return
     for rows in filter(None, tables.values()):
@@ -96,14 +96,12 @@ def _curves(names: Sequence[str]) -> Rows:
     rows: Rows = []
     for metric in (*_SHOWN, "actor/entropy", "response_length/mean"):
         values = {
-            run: curve_values
-            for run, curves in logged.items()
-            if (curve_values := curves.finite(metric))
+            run: series for run, curves in logged.items() if (series := curves.finite(metric))
         }
-        every = [value for curve_values in values.values() for value in curve_values]
-        for run, curve_values in values.items():
-            ends = {"last": curve_values[-1], "min": min(curve_values), "max": max(curve_values)}
-            curve = _sparkline(curve_values, min(every), max(every))
+        every = [value for series in values.values() for value in series]
+        for run, series in values.items():
+            ends = {"last": series[-1], "min": min(series), "max": max(series)}
+            curve = _sparkline(series, min(every), max(every))
             rows.append({"metric": metric, "run": run, "curve": curve, **ends})
     return rows
 

@@ -23,9 +23,9 @@ from burnish.methods.table import method_meant_by
 from burnish.runs.run_directory import recorded_config
 
 
-def check_file(arguments: Namespace) -> None:
+def check_file(args: Namespace) -> None:
     """Check a configuration against the schema and the constraints between settings. Raises `UsageError` with all problems."""
-    config = read_config(arguments.config, arguments.overrides)
+    config = read_config(args.config, args.overrides)
     method = method_meant_by(config)
     method.check(config, world=None)
     console = Console(highlight=False, soft_wrap=True)
@@ -34,12 +34,12 @@ def check_file(arguments: Namespace) -> None:
         console.print(Text(f"note: {notice}"))
 
 
-def show(arguments: Namespace) -> None:
+def show(args: Namespace) -> None:
     """Print the whole resolved configuration, YAML with each value's origin as a comment."""
-    file = arguments.config
+    file = args.config
     if file and os.path.isdir(file):
         file = recorded(recorded_config(Path(file)))
-    config, origins = load_with_origins(file, arguments.overrides)
+    config, origins = load_with_origins(file, args.overrides)
     console = Console(highlight=False, soft_wrap=True)
     for line in dump_yaml(config, origins).splitlines():
         setting, mark, origin = line.rpartition("  # ")
@@ -51,11 +51,11 @@ def show(arguments: Namespace) -> None:
             console.print(Text.assemble((setting, "bold"), (mark + origin, "cyan")))
 
 
-def explain(arguments: Namespace) -> None:
+def explain(args: Namespace) -> None:
     """Print a setting's meaning, values and default; or the keys of a section; or all sections."""
     console = Console(highlight=False)
     keys = known_keys()
-    name = arguments.key
+    name = args.key
     if name is None:
         console.print(Text((RunConfig.__doc__ or "").strip()), end="\n\n")
         _list(console, [key for key in keys.values() if "." not in key.name])
@@ -77,7 +77,7 @@ def explain(arguments: Namespace) -> None:
         _list(console, below)
 
 
-def schema(arguments: Namespace) -> None:
+def schema(args: Namespace) -> None:
     """Print the JSON Schema of a configuration; one item may stand for a list."""
     print_text(json.dumps(_with_short_forms(RunConfig.model_json_schema()), indent=2))
 

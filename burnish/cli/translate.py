@@ -8,6 +8,6 @@ from burnish.cli.output import print_text
 from burnish.translate.translation import translate_arguments
 
 
-def run_translate(arguments: Namespace) -> None:
+def run_translate(args: Namespace) -> None:
     """Print a configuration with the meaning of another framework's arguments."""
-    print_text(translate_arguments(arguments.words).rstrip())
+    print_text(translate_arguments(args.words).rstrip())

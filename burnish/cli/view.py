@@ -18,7 +18,7 @@ from burnish.errors import MissingError, install, neighbours
 from burnish.files.urls import is_url
 
 
-def view(arguments: Namespace) -> None:
+def view(args: Namespace) -> None:
     """Serve the runs below a directory until Ctrl-C."""
     try:
         import uvicorn
@@ -29,15 +29,15 @@ def view(arguments: Namespace) -> None:
         problem = f"burnish view needs {error.name}, which is not installed"
         raise MissingError(problem, do=install("view")) from error
     with ExitStack() as stack, suppress(KeyboardInterrupt):
-        listener = stack.enter_context(listen(arguments.host, arguments.port))
+        listener = stack.enter_context(listen(args.host, args.port))
         is_private = ipaddress.ip_address(listener.getsockname()[0]).is_loopback
         token = None if is_private else secrets.token_urlsafe(24)
-        root = Path(arguments.root)
+        root = Path(args.root)
         url = None
-        if is_url(arguments.root):
+        if is_url(args.root):
             from burnish.view.remote_runs import RunCopies
 
-            url = arguments.root
+            url = args.root
             root = stack.enter_context(RunCopies(url)).root
         elif not root.is_dir():
             do = "give the directory of your runs"
@@ -48,7 +48,7 @@ def view(arguments: Namespace) -> None:
         print_text(address)
         screens = ("DISPLAY", "WAYLAND_DISPLAY")
         has_screen = sys.platform == "darwin" or any(os.environ.get(each) for each in screens)
-        if arguments.open and has_screen and sys.stdout.isatty():
+        if args.open and has_screen and sys.stdout.isatty():
             threading.Thread(target=webbrowser.open, args=(address,), daemon=True).start()
         config = uvicorn.Config(
             make_app(answers, token),

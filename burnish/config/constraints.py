@@ -288,10 +288,8 @@ def setting_problems(config: RunConfig, world: int | None) -> Iterator[BurnishEr
 
 def model_problems(model: ModelConfig) -> Iterator[BurnishError]:
     """Yield why no model, or no adapter, follows from these settings."""
-    lora_settings = model.lora.model_dump(exclude_defaults=True)
-    others = ", ".join(
-        f"model.lora.{name}" for name in lora_settings if name not in ("path", "publish")
-    )
+    lora = model.lora.model_dump(exclude_defaults=True)
+    others = ", ".join(f"model.lora.{name}" for name in lora if name not in ("path", "publish"))
     if (model.path is None) == (model.fresh is None):
         yield UsageError(
             "exactly one of model.path and model.fresh has to be set",
@@ -306,7 +304,7 @@ def model_problems(model: ModelConfig) -> Iterator[BurnishError]:
             want="model.lora.path alone",
             do=f"remove {others}",
         )
-    if model.adapter is None and lora_settings:
+    if model.adapter is None and lora:
         yield UsageError(
             "model.lora is set, and there is no adapter",
             have="model.lora.rank: 0",

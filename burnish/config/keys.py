@@ -58,26 +58,22 @@ def plain_name(name: str) -> str:
 
 
 def _keys(schema: _Schema, sections: _Schema, prefix: str, *, may_change: bool) -> Iterator[Key]:
-    for field, schema_of_field in schema["properties"].items():
-        section = _referred(schema_of_field, sections)
-        kinds = [
-            kind
-            for kind in schema_of_field.get("anyOf", [schema_of_field])
-            if kind.get("type") != "null"
-        ]
+    for field, shape in schema["properties"].items():
+        section = _referred(shape, sections)
+        kinds = [kind for kind in shape.get("anyOf", [shape]) if kind.get("type") != "null"]
         is_list = kinds[0].get("type") == "array" and "prefixItems" not in kinds[0]
         texts = [kinds[0]["items"]] if is_list else kinds
-        item = _referred(schema_of_field.get("items", {}), sections)
+        item = _referred(shape.get("items", {}), sections)
         inner = section.get("properties", {})
         name = prefix + field
-        default = inner["name"]["default"] if name in FORMULAS else schema_of_field.get("default")
+        default = inner["name"]["default"] if name in FORMULAS else shape.get("default")
         key = Key(
             name=name,
-            doc=(section or schema_of_field)["description"],
-            values=_words(schema_of_field, sections),
+            doc=(section or shape)["description"],
+            values=_words(shape, sections),
             default=None if section and name not in FORMULAS else default,
             required=field in schema.get("required", ()),
-            may_change=may_change or MAY_CHANGE.items() <= schema_of_field.items(),
+            may_change=may_change or MAY_CHANGE.items() <= shape.items(),
             section=tuple(inner),
             item=tuple(item.get("properties", ())),
             is_list=is_list,

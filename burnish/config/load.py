@@ -264,9 +264,7 @@ class _Draft:
             UsageError(
                 f"{formula} {named} has no setting {last} ({_origin(self.origins, name)})",
                 have=redacted(f"{name}: {_shown(value)}"),
-                want=f"one of {', '.join(own)}"
-                if own
-                else f"no settings, because {named} has none",
+                want=f"one of {', '.join(own)}" if own else "no setting of its own",
                 do=do or f"remove it; `burnish config explain {formula}` lists all",
             )
         )

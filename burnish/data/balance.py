@@ -274,10 +274,8 @@ class _Division:
         # 2^17: a cost and a place fit into 63 bits.
         most = min(int(sizes.max()), 4 * len(ordered) // self._count + 8, 1 << 17)
         places = np.arange(most + 1)[:, None]
-        places_in_order = np.where(
-            places < np.minimum(sizes, most), sizes.cumsum() - sizes + places, -1
-        )
-        return np.append(ordered, len(ordered))[places_in_order]
+        spots = np.where(places < np.minimum(sizes, most), sizes.cumsum() - sizes + places, -1)
+        return np.append(ordered, len(ordered))[spots]
 
     def _exchange(self, items: Integers, apart: int, partners: int, turn: int) -> tuple[int, bool]:
         """Exchange items of costly and idle bins. Return the number of pairs, and whether any exchanged."""
@@ -315,11 +313,9 @@ class _Division:
         bits = len(items).bit_length()
         # One of `errors` has an error and, in its last bits, a place: one minimum finds both.
         # The longer axis must be contiguous, which is many times as fast.
-        high_items, low_items = (
-            items[:, b] if width > len(b) else items.take(b, 1) for b in (high, low)
-        )
-        give = (self._costs[high_items] - wanted) << bits
-        take = self._costs[low_items] << bits
+        highs, lows = (items[:, b] if width > len(b) else items.take(b, 1) for b in (high, low))
+        give = (self._costs[highs] - wanted) << bits
+        take = self._costs[lows] << bits
         room = self._limit - self._fills[low]
         spare = self._limit - self._fills[high]
         is_tight = min(room.min(), spare.min()) < self._longest
@@ -334,7 +330,7 @@ class _Division:
             errors = np.abs(give[one] - take[two])
             errors |= np.arange(start, width - other)[:, None]
             if is_tight:
-                growth = self._sizes[high_items[one]] - self._sizes[low_items[two]]
+                growth = self._sizes[highs[one]] - self._sizes[lows[two]]
                 errors[(growth > room) | (-growth > spare)] = _NEVER
             errors = errors.min(axis=0)
             better = errors < least

@@ -103,14 +103,13 @@ def make_batch(
         "num_tokens": int(outlines.trained.sum()),
         "num_sequences": int(np.count_nonzero(outlines.trained)),
     }
-    own_examples = by_number
+    local = by_number
     if owners is not None and not (owners < 0).any():
-        own_examples = _brought(by_number, outlines, shares, layout)
+        local = _brought(by_number, outlines, shares, layout)
     # A rank without examples in a round runs filler: with fewer rounds than the others it would miss their collectives.
     filler = _filler(outlines.columns)
     packed = [
-        _pack([own_examples[i] for i in numbers.tolist()] or [filler], outlines.columns)
-        for numbers in own
+        _pack([local[i] for i in numbers.tolist()] or [filler], outlines.columns) for numbers in own
     ]
     return Batch(
         microbatches=tuple(

@@ -47,12 +47,8 @@ class Conversation:
     @property
     def turns(self) -> list[int]:
         """Indices of trained assistant messages, without those of `weight: 0`."""
-        answers = [
-            i for i, message in enumerate(self.messages) if message.get("role") == "assistant"
-        ]
-        return [
-            i for i in answers if i >= self.trained_from and self.messages[i].get("weight") != 0
-        ]
+        own = [i for i, m in enumerate(self.messages) if m.get("role") == "assistant"]
+        return [i for i in own if i >= self.trained_from and self.messages[i].get("weight") != 0]
 
 
 class ChatEncoder:

@@ -270,15 +270,11 @@ def _read_marks(message: Message, name: str) -> None:
         message["weight"] = 0
 
 
-def _cleaned(value: Any, untouched: str = "") -> Any:
+def _cleaned(value: Any, raw: str = "") -> Any:
     if isinstance(value, dict):
-        return {
-            k: v if k == untouched else _cleaned(v, untouched)
-            for k, v in value.items()
-            if v is not None
-        }
+        return {k: v if k == raw else _cleaned(v, raw) for k, v in value.items() if v is not None}
     if isinstance(value, list):
-        return [_cleaned(item, untouched) for item in value]
+        return [_cleaned(item, raw) for item in value]
     return value
 
 

@@ -185,11 +185,8 @@ def load_rows(
 
 def _states(files: Sequence[Path]) -> list[list[int]]:
     """Return numbers that change with a file; `cp -p` and `rsync -t` keep only the mtime."""
-    statuses = map(os.stat, files)
-    return [
-        [status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino]
-        for status in statuses
-    ]
+    stats = map(os.stat, files)
+    return [[s.st_size, s.st_mtime_ns, s.st_ctime_ns, s.st_ino] for s in stats]
 
 
 def _arrow_files(directory: Path) -> list[Path]:
@@ -341,10 +338,8 @@ def _fits(source: Any, target: Any) -> bool:
     if pa.types.is_null(source) or names[0] == names[1]:
         return True
     if pa.types.is_struct(source) and pa.types.is_struct(target):
-        fields = {field.name: field.type for field in target}
-        return all(
-            field.name in fields and _fits(field.type, fields[field.name]) for field in source
-        )
+        fields = {f.name: f.type for f in target}
+        return all(f.name in fields and _fits(f.type, fields[f.name]) for f in source)
     if hasattr(source, "value_type") and hasattr(target, "value_type"):  # lists
         return _fits(source.value_type, target.value_type)
     if pa.types.is_floating(source) and pa.types.is_floating(target):

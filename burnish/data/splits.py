@@ -294,15 +294,13 @@ def _split(base: str, part: str, subset: str, setting: str, splits: _Splits) -> 
     wanted = [named] if named else _SPLITS[setting]
     split = next((name for name in wanted if name in splits), None)
     if split is None:
-        available = [name for name in splits if name]
-        other = f"{subset}/{available[0]}" if subset and available else "".join(available[:1])
+        names = [name for name in splits if name]
+        other = f"{subset}/{names[0]}" if subset and names else "".join(names[:1])
         raise MissingError(
             f"{base} has no split {' or '.join(wanted)}",
-            have=", ".join(available) or "files without names of splits",
+            have=", ".join(names) or "files without names of splits",
             want=FORMS["dataset"],
-            do=f"to read it, name it: {base}:{other}"
-            if available
-            else f"name its files: {base}/PATH",
+            do=f"to read it, name it: {base}:{other}" if names else f"name its files: {base}/PATH",
         )
     return split
 

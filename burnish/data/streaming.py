@@ -464,13 +464,11 @@ class _Bytes(AbstractBufferedFile):  # type: ignore[misc]
         return before + within + after
 
 
-def _remove_from_cache(name: str, still_needed: range) -> None:
-    """Remove a stream's windows except the `still_needed` ones, and all windows older than a day."""
+def _remove_from_cache(name: str, needed: range) -> None:
+    """Remove a stream's windows except the `needed` ones, and all windows older than a day."""
     for path in (cache_root() / _SHARED).glob("*"):
         number = path.name.removeprefix(name).removesuffix(".lock")
-        is_mine = (
-            path.name.startswith(name) and number.isdigit() and int(number) not in still_needed
-        )
+        is_mine = path.name.startswith(name) and number.isdigit() and int(number) not in needed
         with suppress(OSError):
             if is_mine or time.time() - path.stat().st_mtime > _DAY:
                 path.unlink()

@@ -118,7 +118,7 @@ class RowDataset(ItemSequence[Item]):
         self._encoder = self.encoder(tokenizer, data, limit, eos_token_ids, strict=strict)
         self._strict = strict
         self._eos = tuple(eos_token_ids)
-        self._reported: set[str] = set()
+        self._warned: set[str] = set()
         self._used: tuple[str, ...] = ()
         """The columns that are read."""
 
@@ -227,10 +227,8 @@ class RowDataset(ItemSequence[Item]):
         """Log the warnings of streamed rows, which no scan has collected."""
         if not self.rows.is_streamed:
             return
-        new = {
-            key: each for key, each in self._encoder.warnings.items() if key not in self._reported
-        }
-        self._reported |= new.keys()
+        new = {key: text for key, text in self._encoder.warnings.items() if key not in self._warned}
+        self._warned |= new.keys()
         for warning in new.values():
             logger.warning("%s", warning)
 
@@ -263,16 +261,13 @@ class RowDataset(ItemSequence[Item]):
 
     def _require_no_chat_settings(self, name: str) -> None:
         data = self._data
-        chat_settings = [
-            key for key in ("system_prompt", "chat_template_kwargs") if getattr(data, key)
-        ]
-        if chat_settings:
+        extra = [key for key in ("system_prompt", "chat_template_kwargs") if getattr(data, key)]
+        if extra:
             raise UsageError(
                 f"{name} is plain text, without the chat template",
-                have=" and ".join(f"data.{key}" for key in chat_settings)
-                + ", which are for conversations",
+                have=" and ".join(f"data.{key}" for key in extra) + ", which are for conversations",
                 want="messages, or prompts that become a user's message",
-                do=f"set data.string_prompts=user, or remove {' and '.join(f'data.{key}' for key in chat_settings)}",
+                do=f"set data.string_prompts=user, or remove {' and '.join(f'data.{key}' for key in extra)}",
             )
 
     def __len__(self) -> int:

@@ -61,10 +61,8 @@ def handling(
     numbers: Iterable[int], handle: Callable[[int, FrameType | None], None]
 ) -> Iterator[None]:
     """Handle signals inside the block, except `ignored` ones."""
-    still_ignored = ignored()
-    former = {
-        number: signal.signal(number, handle) for number in numbers if number not in still_ignored
-    }
+    unheard = ignored()
+    former = {number: signal.signal(number, handle) for number in numbers if number not in unheard}
     try:
         yield
     finally:

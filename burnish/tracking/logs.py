@@ -111,9 +111,7 @@ def rank_log(path: Path, rank: int, spans: Spans, form: Literal["text", "json"])
     level = log.level
     shown = log.getEffectiveLevel()
     # Libraries with handlers of their own, such as transformers, pass nothing to the root.
-    named = [
-        logger for logger in root.manager.loggerDict.values() if isinstance(logger, logging.Logger)
-    ]
+    named = [each for each in root.manager.loggerDict.values() if isinstance(each, logging.Logger)]
     loggers = [root, *(logger for logger in named if not logger.propagate)]
 
     def was_shown(record: logging.LogRecord) -> bool:

@@ -74,11 +74,7 @@ def write_rollouts(
                 if token_texts is not None:
                     completion = rollout.completion
                     numbers = by_token or {}  # lacks untrained completions
-                    values = {
-                        name: by_rollout[i]
-                        for name, by_rollout in numbers.items()
-                        if i in by_rollout
-                    }
+                    values = {name: column[i] for name, column in numbers.items() if i in column}
                     texts = token_texts(completion.token_ids.tolist())
                     row["tokens"] = {"texts": texts, "logprobs": _rounded(completion.logprobs)}
                     row["tokens"] |= {name: _rounded(value) for name, value in values.items()}
@@ -148,17 +144,13 @@ def _row(step: int, rollout: Rollout, advantage: float | None) -> Row:
 def texts_of_tokens(token_ids: list[int], decode: Callable[[list[int]], str]) -> list[str]:
     """Return each token's text. If several tokens make a character, the first has it."""
     texts: list[str] = []
-    unfinished: list[int] = []
+    part: list[int] = []
     for i, token in enumerate(token_ids, start=1):
-        unfinished.append(token)
-        text = decode(unfinished)
-        if (
-            not text.endswith("\ufffd")
-            or len(unfinished) == _BYTES_OF_A_CHARACTER
-            or i == len(token_ids)
-        ):
-            texts += [text] + [""] * (len(unfinished) - 1)
-            unfinished = []
+        part.append(token)
+        text = decode(part)
+        if not text.endswith("\ufffd") or len(part) == _BYTES_OF_A_CHARACTER or i == len(token_ids):
+            texts += [text] + [""] * (len(part) - 1)
+            part = []
     return texts
 
 

@@ -92,17 +92,15 @@ class Spans:
         """
         now = self.now()
         self._note_peak()
-        measured = dict(values)
+        sums = dict(values)
         for path, seconds in {**self._seconds, "step": now - self._taken_at}.items():
-            measured[f"timing_s/{path}"] = measured.get(f"timing_s/{path}", 0.0) + seconds
-        measured |= {
-            f"perf/max_memory_gb/{name}": size / 1e9 for name, size in self._memory.items()
-        }
-        measured["perf/max_memory_gb"] = self._highest / 1e9
+            sums[f"timing_s/{path}"] = sums.get(f"timing_s/{path}", 0.0) + seconds
+        sums |= {f"perf/max_memory_gb/{name}": size / 1e9 for name, size in self._memory.items()}
+        sums["perf/max_memory_gb"] = self._highest / 1e9
         self._seconds = {}
         self._memory = {}
         self._taken_at = now
-        return measured
+        return sums
 
     def _note_peak(self) -> int:
         peak = self._peak()

@@ -70,11 +70,11 @@ class Traces:
         step: int,
         rollouts: Sequence[Rollout],
         advantages: Sequence[float] | None,
-        chosen: Collection[int],
+        whole: Collection[int],
     ) -> None:
         """Trace a step's rollouts, without `advantages` a validation's."""
         kind: files.Kind = "validation" if advantages is None else "step"
-        wanted = sampled(kind, step, self._settings.sample_rate, len(rollouts)) | {*chosen}
+        wanted = sampled(kind, step, self._settings.sample_rate, len(rollouts)) | {*whole}
         traces = []
         for i in sorted(wanted):
             about = {

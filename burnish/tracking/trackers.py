@@ -100,9 +100,7 @@ class BackgroundTracker(Tracker):
         self.is_made = False
         """Whether the tracker is made, or has failed to be."""
         self._end: State | None = None
-        self._step_file = (
-            directory / "trackers" / re.sub(r"[^\w.-]+", "_", name)
-        )  # holds the last step
+        self._step_file = directory / "trackers" / re.sub(r"[^\w.-]+", "_", name)
         self._thread: threading.Thread | None = threading.Thread(
             target=self._serve, name=f"burnish-{name}", daemon=True
         )
@@ -169,24 +167,22 @@ class BackgroundTracker(Tracker):
         except Exception as error:  # noqa: BLE001 - whatever a tracker raises, training goes on
             self._warn(error)
         self.is_made = True
-        last_taken = (
-            -1 if keeps else max(self._last_step(), getattr(self._tracker, "last_step", -1))
-        )
+        newest = -1 if keeps else max(self._last_step(), getattr(self._tracker, "last_step", -1))
         is_last = False
         while not is_last:
             self._wake.wait(_BURST_SECONDS)
             self._wake.clear()
             is_last = self._end is not None
-            self._take(last_taken, note=not keeps)
+            self._take(newest, note=not keeps)
         self._call("end", self._end)
         self._call("close")
 
-    def _take(self, last_taken: int, *, note: bool) -> None:
-        """Make the waiting calls, except those of steps up to `last_taken`."""
+    def _take(self, newest: int, *, note: bool) -> None:
+        """Make the waiting calls, except those of steps up to `newest`."""
         with self._lock:
             calls = self._calls
             self._calls = []
-        new = [call for call in calls if call[0] not in _OF_STEPS or call[1][0] > last_taken]
+        new = [call for call in calls if call[0] not in _OF_STEPS or call[1][0] > newest]
         done = [call for call in new if self._call(call[0], *call[1])]
         steps = [arguments[0] for method, arguments in done if method in ("log", "log_traces")]
         # Calls that were not synced may never arrive, so they count as lost.

@@ -122,19 +122,12 @@ def _refusal(request: Request, token: str | None) -> Response | None:
         # Another site's name may resolve to this machine. The browser still sends that name, so it is refused.
         is_own = _OWN_NAME.fullmatch(request.headers.get("host", ""))
         do = "call it localhost, or start burnish view with --host"
-        return (
-            None
-            if is_own
-            else _error(403, BurnishError("this page answers only at a local address", do=do))
-        )
+        return None if is_own else _error(403, BurnishError("only local addresses work", do=do))
     cookie = f"burnish-view-{request.url.port or 80}"  # all ports share cookies
     asked = request.query_params.get("token", "")
     bearer = request.headers.get("authorization", "").removeprefix("Bearer ")
-    from_cookie = request.cookies.get(cookie, "")
-    knows = [
-        hmac.compare_digest(secret.encode(), token.encode())
-        for secret in (asked, bearer, from_cookie)
-    ]
+    saved = request.cookies.get(cookie, "")
+    knows = [hmac.compare_digest(key.encode(), token.encode()) for key in (asked, bearer, saved)]
     if knows[0]:
         response = RedirectResponse(request.url.path, 303)
         response.set_cookie(cookie, token, httponly=True, samesite="strict")
