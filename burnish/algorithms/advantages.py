@@ -93,12 +93,13 @@ def gdpo(scored: ScoredRollouts) -> Array:
         name: scored.weights[name] * np.nan_to_num(values) for name, values in scored.parts.items()
     }
     remainder = scored.rewards - sum(weighted.values(), np.zeros_like(scored.rewards))
+    # Rounding alone would be standardised to advantages of about 1.
     remainder[np.abs(remainder) < 1e-9 * (1 + np.abs(scored.rewards))] = 0.0
     total = scored.in_rows(_standardised, remainder)
     for name, values in scored.parts.items():
         there = np.flatnonzero(~np.isnan(values))
-        some = ScoredRollouts(values[there], scored.groups[there], scored.lengths[there])
-        total[there] += scored.weights[name] * grpo(some)
+        judged = ScoredRollouts(values[there], scored.groups[there], scored.lengths[there])
+        total[there] += scored.weights[name] * grpo(judged)
     return _standardised(total)
 
 
@@ -121,11 +122,11 @@ def reinforce_plus_plus_baseline(scored: ScoredRollouts) -> Array:
 
 def token_sums(rows: Iterable[Array]) -> Array:
     """Return x_0, Σ (x_t - x_0) and Σ (x_t - x_0)² of each row x, [n, 3]."""
-    found = []
+    sums = []
     for row in rows:
         apart = row - row[:1]
-        found.append((row[0] if len(row) else 0.0, apart.sum(), np.square(apart).sum()))
-    return np.array(found, np.float64).reshape(-1, 3)
+        sums.append((row[0] if len(row) else 0.0, apart.sum(), np.square(apart).sum()))
+    return np.array(sums, np.float64).reshape(-1, 3)
 
 
 def pooled(sums: Array, lengths: npt.NDArray[np.int64]) -> tuple[float, float]:

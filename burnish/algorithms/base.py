@@ -58,7 +58,7 @@ class ScoredRollouts:
     def penalties(self) -> tuple[Array, ...]:
         """[length] each: KL in the reward per token, with its coefficient."""
         if self.penalties_of_all is not None:
-            return tuple(np.asarray(each, np.float64) for each in self.penalties_of_all())
+            return tuple(np.asarray(row, np.float64) for row in self.penalties_of_all())
         zeros = {size: np.broadcast_to(0.0, size) for size in np.unique(self.lengths).tolist()}
         return tuple(zeros[size] for size in self.lengths.tolist())
 
@@ -82,8 +82,8 @@ class ScoredRollouts:
         order = np.argsort(self.groups, kind="stable")
         starts = np.flatnonzero(np.diff(self.groups[order], prepend=np.iinfo(np.int64).min))
         sizes = np.diff(starts, append=len(order))
-        some = ((size, starts[sizes == size]) for size in np.unique(sizes).tolist())
-        return [order[first[:, None] + np.arange(size)] for size, first in some]
+        starts_by_size = ((size, starts[sizes == size]) for size in np.unique(sizes).tolist())
+        return [order[first[:, None] + np.arange(size)] for size, first in starts_by_size]
 
 
 Advantage = Callable[[ScoredRollouts], "npt.ArrayLike | Sequence[npt.ArrayLike]"]
@@ -146,20 +146,20 @@ def advantages(function: Advantage, scored: ScoredRollouts) -> Floats | list[Flo
     lengths = scored.lengths
     if not len(lengths):
         return np.zeros(0, np.float32)
-    found: Any = function(scored)
-    if not hasattr(found, "__len__"):
-        raise _misshapen(type(found).__name__, len(lengths))
-    is_plain = isinstance(found, np.ndarray) and found.ndim == 1 and found.dtype != object
-    shapes = [] if is_plain else [np.shape(each) for each in found]
-    if len(found) == len(lengths) and not any(shapes):
-        result: Floats | list[Floats] = np.asarray(found, dtype=np.float32)
+    returned: Any = function(scored)
+    if not hasattr(returned, "__len__"):
+        raise _misshapen(type(returned).__name__, len(lengths))
+    is_plain = isinstance(returned, np.ndarray) and returned.ndim == 1 and returned.dtype != object
+    shapes = [] if is_plain else [np.shape(row) for row in returned]
+    if len(returned) == len(lengths) and not any(shapes):
+        result: Floats | list[Floats] = np.asarray(returned, dtype=np.float32)
         checked = [np.asarray(result)[lengths > 0]]
     elif shapes == [(length,) for length in lengths.tolist()]:
-        result = checked = [np.asarray(each, dtype=np.float32) for each in found]
+        result = checked = [np.asarray(row, dtype=np.float32) for row in returned]
     else:
         first = shapes[0] if shapes else ()
-        raise _misshapen(f"{len(found)} entries, the first of shape {first}", len(lengths))
-    if not all(np.isfinite(each).all() for each in checked):
+        raise _misshapen(f"{len(returned)} entries, the first of shape {first}", len(lengths))
+    if not all(np.isfinite(row).all() for row in checked):
         raise BurnishError(
             "the advantage function returned numbers that are not finite",
             have="NaN or infinity",
@@ -183,7 +183,7 @@ def check_finite(totals: Array) -> None:
     bad = np.flatnonzero(~(np.abs(totals) <= _LARGEST_REWARD))
     if bad.size:
         raise BurnishError(
-            f"The reward of rollout {bad[0]} cannot be learned from.",
+            f"the reward of rollout {bad[0]} is too large to learn from, or not finite",
             have=f"{totals[bad[0]]} ({bad.size} of {totals.size} rollouts)",
             want=f"a finite number of at most {_LARGEST_REWARD:g}",
             do="look at the reward function and, with KL in the reward, at the log-probs",
@@ -225,8 +225,8 @@ def load_policy_loss(config: AlgorithmConfig) -> Callable[[Tensor, MicroBatch], 
         function = guarded(function, name, setting, want)
 
     def token_losses(logprobs: Tensor, micro: MicroBatch) -> TokenLosses:
-        found = function(logprobs, micro, config)
-        losses = found.loss if isinstance(found, TokenLosses) else found
+        returned = function(logprobs, micro, config)
+        losses = returned.loss if isinstance(returned, TokenLosses) else returned
         if not isinstance(losses, Tensor) or losses.shape != logprobs.shape:
             raise BurnishError(
                 "the policy loss returned a wrong shape",
@@ -234,7 +234,7 @@ def load_policy_loss(config: AlgorithmConfig) -> Callable[[Tensor, MicroBatch], 
                 want=f"one loss per token, {list(logprobs.shape)}",
                 do="correct the function of algorithm.policy_loss",
             )
-        return found if isinstance(found, TokenLosses) else TokenLosses(losses)
+        return returned if isinstance(returned, TokenLosses) else TokenLosses(losses)
 
     if name not in POLICY_LOSSES:
         with _trying(f"{setting}: {name} failed on a made-up micro-batch", want):

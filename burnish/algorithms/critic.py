@@ -31,14 +31,14 @@ class Estimates:
     @property
     def sums(self) -> Array:
         """[n, 6] `token_sums` of advantages and returns."""
-        returns = token_sums(np.asarray(each, np.float64) for each in self.returns)
+        returns = token_sums(np.asarray(row, np.float64) for row in self.returns)
         return np.concatenate([token_sums(self.advantages), returns], axis=1)
 
     def whitened(self, sums: Array, lengths: npt.NDArray[np.int64]) -> tuple[Floats, list[Floats]]:
         """Whiten advantages: return the means of all N completions, from `sums` [N, 6], and this rank's arrays."""
         mean, scale = whitening(sums[:, :3], lengths)
         means = sums[:, 0] + sums[:, 1] / np.maximum(lengths, 1)
-        own = [((each - mean) * scale).astype(np.float32) for each in self.advantages]
+        own = [((row - mean) * scale).astype(np.float32) for row in self.advantages]
         return ((means - mean) * scale).astype(np.float32), own
 
 
@@ -58,11 +58,11 @@ def gae(
     even of a truncated completion. r_t is -`token_penalties[i][t]`, plus `rewards[i]` at the last
     token. REINFORCE++ (arXiv 2501.03262) has V = 0 and γ = λ = 1.
     """
-    exact = [np.asarray(each, dtype=np.float64) for each in values]
-    lengths = [len(each) for each in exact]
+    exact_values = [np.asarray(row, dtype=np.float64) for row in values]
+    lengths = [len(row) for row in exact_values]
     penalties = token_penalties or [np.zeros(length, dtype=np.float32) for length in lengths]
     deltas = np.zeros((max(lengths, default=0), len(lengths)))  # row 0: each rollout's last token
-    for i, (value, penalty) in enumerate(zip(exact, penalties, strict=True)):
+    for i, (value, penalty) in enumerate(zip(exact_values, penalties, strict=True)):
         delta = gamma * np.append(value[1:], 0.0)[: len(value)] - value - penalty
         delta[-1:] += rewards[i]
         deltas[: lengths[i], i] = delta[::-1]
@@ -71,7 +71,7 @@ def gae(
         row += gamma * lam * running
         running = row
     sums = [deltas[:length, i][::-1] for i, length in enumerate(lengths)]
-    returns = [(a + v).astype(np.float32) for a, v in zip(sums, exact, strict=True)]
+    returns = [(a + v).astype(np.float32) for a, v in zip(sums, exact_values, strict=True)]
     return Estimates(sums, returns)
 
 
@@ -83,7 +83,8 @@ def value_stats(sums: Array, lengths: npt.NDArray[np.int64]) -> Stats:
     count = int(lengths.sum())
     if not count:
         return Stats()
-    (above, error), (mean, squares) = pooled(sums[:, :3], lengths), pooled(sums[:, 3:], lengths)
+    above, error = pooled(sums[:, :3], lengths)
+    mean, squares = pooled(sums[:, 3:], lengths)
     return Stats(
         {
             "values/mean": Mean((mean - above) * count, count),
@@ -108,16 +109,18 @@ def value_loss_fn(kind: AggregationKind, clip: float | None, max_response_length
         returns = torch.where(mask, micro.given("returns"), 0.0)
         values = torch.where(mask, outputs.values, 0.0)
         losses = (values - returns).square() / 2
-        held = torch.zeros_like(mask)
+        is_clipped = torch.zeros_like(mask)
         if clip is not None:
             old = torch.where(mask, micro.given("old_values"), 0.0)
             moved = values - old
             clipped = (old + moved.clamp(-clip, clip) - returns).square() / 2
-            held = (moved.abs() > clip) & (clipped > losses)  # the first term excludes rounding
+            is_clipped = (moved.abs() > clip) & (
+                clipped > losses
+            )  # the first term excludes rounding
             losses = torch.maximum(losses, clipped)
         loss = aggregate(losses)
         return loss, Stats(
-            vf_loss=aggregate.mean_of(loss), vf_clipfrac=Mean((held & mask).sum(), mask.sum())
+            vf_loss=aggregate.mean_of(loss), vf_clipfrac=Mean((is_clipped & mask).sum(), mask.sum())
         )
 
     return value_loss

@@ -36,9 +36,9 @@ def evaluation_stats(
     """
     if not scores:
         return Stats()
-    kept = [number for number, group in enumerate(scores) if group]
-    scores = [scores[i] for i in kept]
-    answers = [answers[i] for i in kept]
+    scored = [number for number, group in enumerate(scores) if group]
+    scores = [scores[i] for i in scored]
+    answers = [answers[i] for i in scored]
     prompts = len(scores)
     stats = Stats({f"mean@{n}": Mean(sum(sum(group) / len(group) for group in scores), prompts)})
     if n > 1:

@@ -61,9 +61,9 @@ def policy_loss_fn(config: AlgorithmConfig, max_response_length: int) -> Loss:
         if config.top_entropy is not None and micro.selected is not None:
             losses = torch.where(micro.selected, losses, 0.0)
         if config.mismatch_cap is not None or config.mismatch_reject != "none":
-            weights, held = mismatch_weights(old, micro, config)
+            weights, weight_stats = mismatch_weights(old, micro, config)
             losses = losses * weights
-            stats |= held
+            stats |= weight_stats
         loss = aggregate(losses)
         stats["pg_loss"] = aggregate.mean_of(loss)
         if kl_in_loss:

@@ -59,8 +59,8 @@ def own_settings(formula: FormulaConfig, section: type[Section], setting: str) -
         try:
             return formula.settings_as(section)
         except ValidationError as error:
-            found = error.errors(include_url=False, include_context=False)
-    problems = [_misfit(each, formula, section, setting) for each in found]
+            faults = error.errors(include_url=False, include_context=False)
+    problems = [_misfit(fault, formula, section, setting) for fault in faults]
     raise together(problems, f"the settings of {subject}")
 
 
@@ -73,40 +73,46 @@ def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
 
 def _section(function: Callable[..., Any], parameter: inspect.Parameter) -> type[Section] | None:
     """Return the class of settings that annotates a parameter, or None."""
-    found = parameter.annotation
-    if isinstance(found, str):  # `from __future__ import annotations` makes every annotation a text
+    annotation = parameter.annotation
+    if isinstance(
+        annotation, str
+    ):  # `from __future__ import annotations` makes every annotation a text
         names = getattr(inspect.unwrap(function), "__globals__", {})
         try:
-            found = attrgetter(found)(SimpleNamespace(**names))
+            annotation = attrgetter(annotation)(SimpleNamespace(**names))
         except AttributeError:
             return None
-    is_own = isinstance(found, type) and issubclass(found, Section) and found is not AlgorithmConfig
-    return found if is_own else None
+    is_own = (
+        isinstance(annotation, type)
+        and issubclass(annotation, Section)
+        and annotation is not AlgorithmConfig
+    )
+    return annotation if is_own else None
 
 
 def _misfit(
-    found: ErrorDetails, formula: FormulaConfig, section: type[Section], setting: str
+    fault: ErrorDetails, formula: FormulaConfig, section: type[Section], setting: str
 ) -> UsageError:
     """Return the error for one fault that pydantic found, with the class in the user's file and its field."""
-    field = ".".join(map(str, found["loc"]))
+    field = ".".join(map(str, fault["loc"]))
     key = f"{setting}.{field}"
     home = formula.name.rpartition(":")[0]
     named = f"{section.__name__}.{field} of {home}"
-    have = f"{key}: {shortened(found['input'])}"
-    if found["type"] == "extra_forbidden":
+    have = f"{key}: {shortened(fault['input'])}"
+    if fault["type"] == "extra_forbidden":
         return UsageError(
             f"{setting}: there is no {named}",
             have=have,
             want=f"one of {', '.join(section.model_fields)}",
             do=did_you_mean(field, section.model_fields) or f"remove {key}",
         )
-    if found["type"] == "missing":
+    if fault["type"] == "missing":
         return UsageError(
             f"{setting}: {named} is not set", have="nothing", want="a value", do=f"set {key}"
         )
     return UsageError(
         f"{setting}: {named} has a value that does not fit",
         have=have,
-        want=found["msg"].removeprefix("Input should be "),
+        want=fault["msg"].removeprefix("Input should be "),
         do=f"correct {key}",
     )

@@ -111,7 +111,7 @@ def dppo_kl(logprobs: Tensor, micro: MicroBatch, config: AlgorithmConfig) -> Tok
     old = _safe(old_logprobs(logprobs, micro), micro)
     new = _safe(logprobs.detach(), micro)
     p = old.exp()
-    rest, rest_old = ((-torch.expm1(each)).clamp(min=1e-8) for each in (new, old))
+    rest, rest_old = ((-torch.expm1(logs)).clamp(min=1e-8) for logs in (new, old))
     divergence = p * (old - new) + (1 - p) * (rest_old.log() - rest.log())
     return _masked_by_divergence(logprobs, micro, divergence, config)
 
@@ -121,10 +121,10 @@ def clip_cov(
 ) -> TokenLosses:
     """PPO's loss, 0 at `MicroBatch.selected` (Clip-Cov, arXiv 2505.22617, equation 12)."""
     tokens = ppo(logprobs, micro, config, settings)
-    held = micro.given("selected")
-    loss = torch.where(held, 0.0, tokens.loss)
+    selected = micro.given("selected")
+    loss = torch.where(selected, 0.0, tokens.loss)
     return replace(
-        tokens, loss=loss, clipped=held if tokens.clipped is None else tokens.clipped | held
+        tokens, loss=loss, clipped=selected if tokens.clipped is None else tokens.clipped | selected
     )
 
 
@@ -132,8 +132,10 @@ def kl_cov(logprobs: Tensor, micro: MicroBatch, settings: KLCovSettings) -> Toke
     """ℓ_t = -r_t A_t, plus `cov_penalty` · |log r_t| at `MicroBatch.selected` (KL-Cov, arXiv 2505.22617, equation 14)."""
     ratios = log_ratio(logprobs, micro)
     loss = -_bounded(ratios).exp() * _advantages(micro)
-    held = micro.given("selected")
-    return TokenLosses(loss + torch.where(held, settings.cov_penalty * ratios.abs(), 0.0), held)
+    selected = micro.given("selected")
+    return TokenLosses(
+        loss + torch.where(selected, settings.cov_penalty * ratios.abs(), 0.0), selected
+    )
 
 
 def _masked_by_divergence(
@@ -143,16 +145,16 @@ def _masked_by_divergence(
     ratios = log_ratio(logprobs, micro)
     up = (advantages > 0) & (ratios > 0) & (divergence > config.clip_high)
     down = (advantages < 0) & (ratios < 0) & (divergence > config.clip_low)
-    held = up | down
-    return TokenLosses(torch.where(held, 0.0, -_bounded(ratios).exp() * advantages), held)
+    masked = up | down
+    return TokenLosses(torch.where(masked, 0.0, -_bounded(ratios).exp() * advantages), masked)
 
 
 def _clipped_surrogate(
     ratio: Tensor, advantages: Tensor, config: AlgorithmConfig
 ) -> tuple[Tensor, Tensor]:
     plain = -ratio * advantages
-    held = -ratio.clamp(1 - config.clip_low, 1 + config.clip_high) * advantages
-    return torch.maximum(plain, held), held > plain
+    bounded = -ratio.clamp(1 - config.clip_low, 1 + config.clip_high) * advantages
+    return torch.maximum(plain, bounded), bounded > plain
 
 
 def _safe(logprobs: Tensor, micro: MicroBatch) -> Tensor:

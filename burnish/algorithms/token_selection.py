@@ -47,7 +47,9 @@ def select_tokens(
     own = logprobs.astype(np.float64)
     credit = advantages.astype(np.float64)
     numbers, starts, which = np.unique(sequences, return_index=True, return_inverse=True)
-    sums = [np.bincount(which, each, len(numbers)) for each in (np.ones(len(own)), own, credit)]
+    sums = [
+        np.bincount(which, weights, len(numbers)) for weights in (np.ones(len(own)), own, credit)
+    ]
     tokens, own_sum, credit_sum = gather_rows(numbers, np.stack(sums, axis=1), layout)[1].sum(0)
     covariance = (own - own_sum / max(tokens, 1)) * (credit - credit_sum / max(tokens, 1))
     formula = config.policy_loss
@@ -88,20 +90,21 @@ def _choose(keys: _Keys, count: int, sequences: _Integers, layout: Layout) -> _C
 
 def _largest(keys: _Keys, count: int, layout: Layout) -> tuple[int, int]:
     """Return the `count`-th largest key of all ranks, and how many equal keys to choose."""
-    found = 0
-    left = count
+    prefix = 0
+    remaining = count
     for shift in (24, 16, 8, 0):  # count the next 8 bits of keys that begin with `found`
-        equal = keys[keys >> np.uint64(shift + 8) == found]
+        equal = keys[keys >> np.uint64(shift + 8) == prefix]
         digits = (equal >> np.uint64(shift)).astype(np.int64) & 255
         bins = _sum(np.bincount(digits, minlength=256), layout)
         reached = bins[::-1].cumsum()[::-1]
-        left = min(left, int(reached[0]))
-        digit = int(np.flatnonzero(reached >= left)[-1])
-        left -= int(reached[digit] - bins[digit])
-        found = found << 8 | digit
-    return found, left
+        remaining = min(remaining, int(reached[0]))
+        digit = int(np.flatnonzero(reached >= remaining)[-1])
+        remaining -= int(reached[digit] - bins[digit])
+        prefix = prefix << 8 | digit
+    return prefix, remaining
 
 
 def _sum(counts: npt.NDArray[np.int64], layout: Layout) -> npt.NDArray[np.int64]:
-    mine = counts if layout.is_first_peer else np.zeros_like(counts)
-    return total(torch.from_numpy(mine), layout).numpy()
+    # Peers train on the same tokens, so only the first counts them.
+    own = counts if layout.is_first_peer else np.zeros_like(counts)
+    return total(torch.from_numpy(own), layout).numpy()

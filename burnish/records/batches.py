@@ -124,15 +124,15 @@ class Batch:
     @property
     def is_routed(self) -> bool:
         """Return whether micro-batches name experts. Raises `BurnishError` if only some do."""
-        said = [micro.experts is not None for micro in self.microbatches]
-        if any(said) and not all(said):
+        routed = [micro.experts is not None for micro in self.microbatches]
+        if any(routed) and not all(routed):
             raise BurnishError(
                 "some micro-batches name the experts of their tokens, and others do not",
-                have=f"experts in {sum(said)} of {len(said)} micro-batches, none in number {said.index(False) + 1}",
+                have=f"experts in {sum(routed)} of {len(routed)} micro-batches, none in number {routed.index(False) + 1}",
                 want="experts of all tokens of a step, or of none",
                 do="give every example its experts, or none (algorithm.router_replay=none)",
             )
-        return all(said)
+        return all(routed)
 
     @property
     def is_filler(self) -> list[bool]:
@@ -141,20 +141,20 @@ class Batch:
 
     def by_example(self, arrays: Sequence[Floats]) -> dict[int, Floats]:
         """Split per-token arrays of micro-batches by index in the global example list."""
-        found: dict[int, Floats] = {}
+        by_number: dict[int, Floats] = {}
         for micro, numbers, array in zip(self.microbatches, self.examples, arrays, strict=True):
             ends = micro.cu_seqlens.tolist()
             for number, start, end in zip(numbers, ends[:-1], ends[1:], strict=True):
                 if number >= 0:
-                    found[number] = array[start:end]
-        return found
+                    by_number[number] = array[start:end]
+        return by_number
 
     def with_field(self, name: str, values: Iterable[Tensor | None]) -> Batch:
         """Replace a field of each micro-batch."""
         filled = []
         for micro, value in zip(self.microbatches, values, strict=True):
-            given: dict[str, Any] = {name: value}
-            filled.append(replace(micro, **given))
+            change: dict[str, Any] = {name: value}
+            filled.append(replace(micro, **change))
         return replace(self, microbatches=tuple(filled))
 
     def with_logprobs(self, name: str, outputs: Sequence[TokenOutputs]) -> Batch:

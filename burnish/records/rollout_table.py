@@ -23,6 +23,7 @@ _PROMPT = np.dtype(
 )
 _INTEGERS = ("sample", "length", "kind")
 _PART = "part/"
+# Length of the arrays of one repeated value that stand for the tokens of other ranks' rollouts.
 _MOST_TOKENS = 1 << 40
 
 
@@ -54,14 +55,14 @@ class RolloutTable:
     kinds: Sequence[RolloutKind]
     owners: Column
     """[N] the rank that has the whole rollout; -1: all ranks have it."""
-    held: Column
+    object_index: Column
     """[N] index in `objects`; -1: this rank has only the rollout's numbers."""
     objects: Sequence[Rollout] = ()
 
     @classmethod
     def of(cls, groups: Sequence[Sequence[Rollout]], owner: int | None = None) -> RolloutTable:
         """Return rollouts by prompt as a table, with another owner if one is given."""
-        objects = [each for group in groups for each in group]
+        objects = [rollout for group in groups for rollout in group]
         prompt_kinds = dict[tuple[bool, str], int]()
         kinds = dict[RolloutKind, int]()
         prompts = []
@@ -72,37 +73,37 @@ class RolloutTable:
             number = prompt_kinds.setdefault(alike, len(prompt_kinds))
             digest = prompt.digest or digest_of(prompt.token_ids)
             prompts.append((prompt.index, len(prompt.token_ids), digest, number, len(group)))
-            for each in group:
-                completion = each.completion
-                experts = each.completion.experts
+            for rollout in group:
+                completion = rollout.completion
+                experts = rollout.completion.experts
                 kind = RolloutKind(
                     completion.stop_reason,
                     completion.weights_version,
                     tuple(completion.later_versions),
                     None if experts is None else (experts.shape, experts.dtype.str),
-                    each.reward_error,
-                    tuple(each.reward_parts),
+                    rollout.reward_error,
+                    tuple(rollout.reward_parts),
                 )
                 number = kinds.setdefault(kind, len(kinds))
-                rows.append((each.sample, len(completion.token_ids), number))
+                rows.append((rollout.sample, len(completion.token_ids), number))
         columns = dict(
             zip(_INTEGERS, np.array(rows, np.int32).reshape(-1, 3).T.copy(), strict=True)
         )
-        columns["reward"] = np.array([each.reward for each in objects], np.float64)
-        if any(each.greedy_reward is not None for each in objects):
-            columns["greedy"] = np.array([each.greedy_reward for each in objects], np.float64)
+        columns["reward"] = np.array([rollout.reward for rollout in objects], np.float64)
+        if any(rollout.greedy_reward is not None for rollout in objects):
+            columns["greedy"] = np.array([rollout.greedy_reward for rollout in objects], np.float64)
         for name in dict.fromkeys(name for kind in kinds for name in kind.parts):
-            values = [each.reward_parts.get(name, 0.0) for each in objects]
+            values = [rollout.reward_parts.get(name, 0.0) for rollout in objects]
             columns[_PART + name] = np.array(values, np.float64)
-        owners = [each.owner if owner is None else owner for each in objects]
-        made = np.array(prompts, _PROMPT)
+        owners = [rollout.owner if owner is None else owner for rollout in objects]
+        prompt_rows = np.array(prompts, _PROMPT)
         return cls(
-            made,
-            np.repeat(np.arange(len(made)), made["count"]),
+            prompt_rows,
+            np.repeat(np.arange(len(prompt_rows)), prompt_rows["count"]),
             columns,
             [*prompt_kinds],
             [*kinds],
-            np.array([-1 if each is None else each for each in owners], np.int64),
+            np.array([-1 if rank is None else rank for rank in owners], np.int64),
             np.arange(len(objects)),
             objects,
         )
@@ -117,40 +118,40 @@ class RolloutTable:
         data, columns, prompt_kinds, kinds, counts = cls.merged(tables)
         prompts = np.frombuffer(data, _PROMPT)
         owners = np.repeat(np.arange(len(counts)), counts)
-        held = np.full(len(owners), -1)
+        places = np.full(len(owners), -1)
         if own is not None:
-            held[np.isin(owners, own.owners[:1])] = own.held
+            places[np.isin(owners, own.owners[:1])] = own.object_index
         return cls(
             prompts,
             np.repeat(np.arange(len(prompts)), prompts["count"]),
-            {name: np.frombuffer(each, _dtype(name)) for name, each in columns.items()},
+            {name: np.frombuffer(column, _dtype(name)) for name, column in columns.items()},
             [(is_chat, source) for is_chat, source in prompt_kinds],
-            [RolloutKind(*each) for each in kinds],
+            [RolloutKind(*kind) for kind in kinds],
             owners,
-            held,
+            places,
             own.objects if own else (),
         )
 
     @classmethod
     def joined(cls, tables: Sequence[RolloutTable]) -> RolloutTable:
         """Return tables one after the other."""
-        some = [each for each in tables if len(each)] or tables[:1]
-        if len(some) == 1:
-            return some[0]
-        starts = np.cumsum([0, *(len(each.objects) for each in some)])[:-1]
-        held = np.concatenate([each.held for each in some])
-        starts = np.repeat(starts, [len(each.held) for each in some])
+        filled = [table for table in tables if len(table)] or tables[:1]
+        if len(filled) == 1:
+            return filled[0]
+        starts = np.cumsum([0, *(len(table.objects) for table in filled)])[:-1]
+        places = np.concatenate([table.object_index for table in filled])
+        starts = np.repeat(starts, [len(table.object_index) for table in filled])
         return replace(
-            cls.gathered([each.encoded() for each in some]),
-            owners=np.concatenate([each.owners for each in some]),
-            held=np.where(held < 0, -1, held + starts),
-            objects=[one for each in some for one in each.objects],
+            cls.gathered([table.encoded() for table in filled]),
+            owners=np.concatenate([table.owners for table in filled]),
+            object_index=np.where(places < 0, -1, places + starts),
+            objects=[rollout for table in filled for rollout in table.objects],
         )
 
     def encoded(self) -> EncodedTable:
         """Return the table without owners and objects."""
-        rows = {name: each.tobytes() for name, each in self.rows.items()}
-        kinds = [tuple(each) for each in self.kinds]
+        rows = {name: column.tobytes() for name, column in self.rows.items()}
+        kinds = [tuple(kind) for kind in self.kinds]
         return self.prompts.tobytes(), rows, self.prompt_kinds, kinds, [len(self.owners)]
 
     @staticmethod
@@ -160,16 +161,16 @@ class RolloutTable:
             return tables[0]
         data, columns, prompt_kinds, kinds, ranks = zip(*tables, strict=True)
         prompts = np.frombuffer(bytearray().join(data), _PROMPT)
-        counts = [sum(each) for each in ranks]
+        counts = [sum(part) for part in ranks]
         rows = {
             name: b"".join(
-                each.get(name) or np.full(n, nan if name == "greedy" else 0.0).tobytes()
-                for each, n in zip(columns, counts, strict=True)
+                part.get(name) or np.full(n, nan if name == "greedy" else 0.0).tobytes()
+                for part, n in zip(columns, counts, strict=True)
             )
-            for name in dict.fromkeys(name for each in columns for name in each)
+            for name in dict.fromkeys(name for part in columns for name in part)
         }
-        asked = [len(each) // _PROMPT.itemsize for each in data]
-        prompts["kind"], of_prompts = _merge(prompts["kind"], prompt_kinds, asked)
+        prompt_counts = [len(part) // _PROMPT.itemsize for part in data]
+        prompts["kind"], of_prompts = _merge(prompts["kind"], prompt_kinds, prompt_counts)
         numbers, of_rollouts = _merge(np.frombuffer(rows["kind"], np.int32), kinds, counts)
         rows["kind"] = numbers.tobytes()
         return prompts.tobytes(), rows, of_prompts, of_rollouts, [n for e in ranks for n in e]
@@ -188,21 +189,23 @@ class RolloutTable:
         if (self.sizes != width).any():
             width = 1
             numbers = np.arange(sizes.sum()) + np.repeat(ends[chosen] - sizes.cumsum(), sizes)
-        columns = (*self.rows.values(), self.owners, self.held)
-        taken = [each.reshape(-1, width).take(numbers, axis=0).ravel() for each in columns]
+        columns = (*self.rows.values(), self.owners, self.object_index)
+        chosen_columns = [
+            column.reshape(-1, width).take(numbers, axis=0).ravel() for column in columns
+        ]
         return replace(
             self,
             prompts=prompts,
             groups=np.repeat(np.arange(len(chosen)), sizes),
-            rows=dict(zip(self.rows, taken[:-2], strict=True)),
-            owners=taken[-2],
-            held=taken[-1],
+            rows=dict(zip(self.rows, chosen_columns[:-2], strict=True)),
+            owners=chosen_columns[-2],
+            object_index=chosen_columns[-1],
         )
 
     def with_rewards(self, rewards: Column, greedy: Column | None = None) -> RolloutTable:
         """Return a table with other rewards [N], and other greedy rewards [N] if given."""
-        given = {"reward": rewards} if greedy is None else {"reward": rewards, "greedy": greedy}
-        return replace(self, rows={**self.rows, **given})
+        replaced = {"reward": rewards} if greedy is None else {"reward": rewards, "greedy": greedy}
+        return replace(self, rows={**self.rows, **replaced})
 
     def with_part(
         self, name: str, values: Column, weight: float, errors: Mapping[int, str]
@@ -321,11 +324,11 @@ class RolloutTable:
 
     def rollout(self, number: int) -> Rollout:
         """Return a rollout. Another rank's has tokens -1 and log-probs NaN, which take no memory."""
-        row = {name: each[number].item() for name, each in self.rows.items()}
+        row = {name: column[number].item() for name, column in self.rows.items()}
         length = row["length"]
         greedy = row.get("greedy", nan)
         kind = self.kinds[row["kind"]]
-        held = self.held[number]
+        place = self.object_index[number]
         owner = self.owners[number]
         known: dict[str, Any] = {
             "reward": row["reward"],
@@ -334,16 +337,16 @@ class RolloutTable:
             "owner": None if owner < 0 else int(owner),
             "reward_error": kind.error,
         }
-        if held >= 0:
-            return replace(self.objects[held], **known)
-        index, asked, digest, prompt_kind, _ = self.prompts[self.groups[number]].item()
+        if place >= 0:
+            return replace(self.objects[place], **known)
+        index, prompt_length, digest, prompt_kind, _ = self.prompts[self.groups[number]].item()
         is_chat, source = self.prompt_kinds[prompt_kind]
         prompt = Prompt(
-            index, _ids(asked), "", [] if is_chat else None, None, source, {}, bytes(digest)
+            index, _ids(prompt_length), "", [] if is_chat else None, None, source, {}, bytes(digest)
         )
         numbers = np.broadcast_to(np.float32(np.nan), _MOST_TOKENS)[:length]
         experts = kind.experts and np.broadcast_to(np.zeros((), kind.experts[1]), kind.experts[0])
-        made = Completion(
+        completion = Completion(
             _ids(length),
             numbers,
             numbers,
@@ -352,12 +355,12 @@ class RolloutTable:
             experts,
             kind.later_versions,
         )
-        return Rollout(prompt, row["sample"], made, "", **known)
+        return Rollout(prompt, row["sample"], completion, "", **known)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle only the numbers."""
         numbers = self.prompts, self.groups, self.rows, self.prompt_kinds, self.kinds, self.owners
-        return RolloutTable, (*numbers, np.full_like(self.held, -1))
+        return RolloutTable, (*numbers, np.full_like(self.object_index, -1))
 
     def __len__(self) -> int:
         return len(self.prompts)
@@ -380,6 +383,6 @@ def _merge(
 ) -> tuple[Column, list[Any]]:
     """Join all tables' kinds. Return `numbers` in the joint list, and the list."""
     known = dict[Any, int]()
-    new = [known.setdefault(each, len(known)) for some in kinds for each in some]
+    new = [known.setdefault(kind, len(known)) for table_kinds in kinds for kind in table_kinds]
     starts = np.cumsum([0, *map(len, kinds)])[:-1].astype(np.int32)
     return np.array(new, np.int32).take(numbers + np.repeat(starts, counts)), [*known]

@@ -90,45 +90,49 @@ class Completion:
     @property
     def versions(self) -> npt.NDArray[np.int64]:
         """Return the version of the weights that drew each token."""
-        found = np.full(len(self.token_ids), self.weights_version)
+        versions = np.full(len(self.token_ids), self.weights_version)
         for version, first in self.later_versions:
-            found[first:] = version
-        return found
+            versions[first:] = version
+        return versions
 
 
-def joined_arrays(made: Sequence[Completion], ids: npt.DTypeLike) -> dict[str, npt.NDArray[Any]]:
+def joined_arrays(
+    completions: Sequence[Completion], ids: npt.DTypeLike
+) -> dict[str, npt.NDArray[Any]]:
     """Join completions' arrays, by name; `ids` is the type of token ids."""
     parts: dict[str, list[npt.NDArray[Any]]] = {
-        "token_ids": [each.token_ids.astype(ids) for each in made],
-        "logprobs": [each.logprobs for each in made],
-        "sampled_logprobs": [each.sampled_logprobs for each in made],
-        "experts": [each.experts for each in made if each.experts is not None],
+        "token_ids": [completion.token_ids.astype(ids) for completion in completions],
+        "logprobs": [completion.logprobs for completion in completions],
+        "sampled_logprobs": [completion.sampled_logprobs for completion in completions],
+        "experts": [
+            completion.experts for completion in completions if completion.experts is not None
+        ],
     }
-    return {name: np.concatenate(each) for name, each in parts.items() if each}
+    return {name: np.concatenate(arrays) for name, arrays in parts.items() if arrays}
 
 
 def split_arrays(
-    told: Sequence[Mapping[str, Any]], arrays: Mapping[str, npt.NDArray[Any]]
+    described: Sequence[Mapping[str, Any]], arrays: Mapping[str, npt.NDArray[Any]]
 ) -> Iterator[Completion]:
-    """Undo `joined_arrays`; `told` has each completion's other fields and lengths. Raises `ValueError` for wrong lengths."""
+    """Undo `joined_arrays`; `described` has each completion's other fields and lengths. Raises `ValueError` for wrong lengths."""
     parts = {}
     for name in ("token_ids", "sampled_logprobs", "logprobs", "experts"):
-        counts = [each["experts" if name == "experts" else "tokens"] for each in told]
+        counts = [fields["experts" if name == "experts" else "tokens"] for fields in described]
         array = arrays.get(name, np.zeros(0, np.float32))
         if len(array) != sum(counts):
             raise ValueError(f"there are {len(array)} {name} of {sum(counts)} tokens")
         parts[name] = np.split(array, np.cumsum(counts, dtype=int)[:-1])
-    for each, ids, sampled, raw, experts in zip(told, *parts.values(), strict=False):
-        reason = each["stop_reason"]
-        times = each.get("times")
+    for fields, ids, sampled, raw, experts in zip(described, *parts.values(), strict=False):
+        reason = fields["stop_reason"]
+        times = fields.get("times")
         yield Completion(
             ids.astype(np.int64),
             sampled,
             raw,
             reason if reason in get_args(StopReason) else None,
-            int(each["weights_version"]),
-            experts if each["experts"] else None,
-            tuple((int(number), int(first)) for number, first in each["later_versions"]),
+            int(fields["weights_version"]),
+            experts if fields["experts"] else None,
+            tuple((int(number), int(first)) for number, first in fields["later_versions"]),
             times=tuple(times) if times else None,
         )
 

@@ -23,10 +23,10 @@ _SCIENTIFIC = re.compile(r"(?<![\w.])(\d+(?:\.\d+)?)[eE]([-+]?\d{1,4})(?![\w.])"
 def exact_match(solution_str: str, ground_truth: Any, *, ignore_case: bool = False) -> float:
     """Return 1 if the stripped completion is a right answer."""
     answer = solution_str.strip()
-    wanted = [text.strip() for text in _texts(ground_truth)]
+    right_answers = [text.strip() for text in _texts(ground_truth)]
     if ignore_case:
-        return float(answer.casefold() in {one.casefold() for one in wanted})
-    return float(answer in wanted)
+        return float(answer.casefold() in {text.casefold() for text in right_answers})
+    return float(answer in right_answers)
 
 
 def numeric(
@@ -40,16 +40,16 @@ def numeric(
     """
     if not (rel_tol >= 0 and abs_tol >= 0):
         raise ValueError(f"rel_tol={rel_tol} and abs_tol={abs_tol} must be at least 0")
-    said = _number(solution_str)
+    answer = _number(solution_str)
     is_right = False
     for text in _texts(ground_truth):
-        wanted = _number(text)
-        if wanted is None:
+        right_number = _number(text)
+        if right_number is None:
             raise ValueError(f"the ground truth {ground_truth!r} holds no number: {text!r}")
-        if said is not None:
-            largest = max(abs(said), abs(wanted))
+        if answer is not None:
+            largest = max(abs(answer), abs(right_number))
             allowed = max(Fraction(rel_tol) * largest, Fraction(abs_tol))
-            is_right = is_right or abs(said - wanted) <= allowed
+            is_right = is_right or abs(answer - right_number) <= allowed
     return float(is_right)
 
 
@@ -81,14 +81,16 @@ def math_verify(
         if not parsed:
             raise ValueError(f"math-verify cannot read the ground truth {text!r}")
         golds += parsed
-    said = parse(_scientific(solution_str))
-    how = {
+    answers = parse(_scientific(solution_str))
+    options = {
         "float_rounding": float_rounding,
         "numeric_precision": numeric_precision,
         "strict": strict,
     }
-    pairs = ((gold, one) for gold in golds for one in said)
-    return float(any(verify(*pair, **how) and not _differ(*pair, float_rounding) for pair in pairs))
+    pairs = ((gold, one) for gold in golds for one in answers)
+    return float(
+        any(verify(*pair, **options) and not _differ(*pair, float_rounding) for pair in pairs)
+    )
 
 
 def _scientific(text: str) -> str:
@@ -147,20 +149,22 @@ def _last_boxed(text: str) -> str | None:
 
 def _texts(ground_truth: Any) -> list[str]:
     """Return the right answers as texts. Raises `ValueError` without any, and for an answer that is none."""
-    given = ground_truth.tolist() if hasattr(ground_truth, "tolist") else ground_truth
-    many = given if isinstance(given, list | tuple | set | frozenset) else [given]
-    if not many or any(one is None or _is_nested(one) for one in many):
+    plain = ground_truth.tolist() if hasattr(ground_truth, "tolist") else ground_truth
+    answers = plain if isinstance(plain, list | tuple | set | frozenset) else [plain]
+    if not answers or any(answer is None or _is_nested(answer) for answer in answers):
         raise ValueError(
-            f"the ground truth is {ground_truth!r}, no text or number; data.answer_column names its column"
+            f"the ground truth is {ground_truth!r}, but has to be a text or a number; data.answer_column names its column"
         )
-    return [_text(one) for one in many]
+    return [_text(answer) for answer in answers]
 
 
-def _is_nested(one: Any) -> bool:
-    return isinstance(one, Mapping) or (isinstance(one, Iterable) and not isinstance(one, str))
+def _is_nested(answer: Any) -> bool:
+    return isinstance(answer, Mapping) or (
+        isinstance(answer, Iterable) and not isinstance(answer, str)
+    )
 
 
-def _text(one: Any) -> str:
+def _text(answer: Any) -> str:
     """Write a number without an exponent, as completions do."""
-    is_small = isinstance(one, float) and "e" in repr(one)
-    return format(Decimal(repr(one)), "f") if is_small else str(one)
+    is_small = isinstance(answer, float) and "e" in repr(answer)
+    return format(Decimal(repr(answer)), "f") if is_small else str(answer)

@@ -139,10 +139,10 @@ def _number_at(tokens: _Tokens, at: int, alone: bool) -> Fraction | None:
 
 
 def _unified(text: str) -> str:
-    for each in _VULGAR:
-        if each in text:
-            value = Fraction(unicodedata.numeric(each)).limit_denominator(10)
-            text = text.replace(each, f" {value.numerator}/{value.denominator}")
+    for character in _VULGAR:
+        if character in text:
+            value = Fraction(unicodedata.numeric(character)).limit_denominator(10)
+            text = text.replace(character, f" {value.numerator}/{value.denominator}")
     text = _SUPERSCRIPTS.sub(lambda m: f"^{{{unicodedata.normalize('NFKC', m[0])}}}", text)
     for pattern, replacement in _NOTATIONS:
         text = pattern.sub(replacement, text)
@@ -151,7 +151,7 @@ def _unified(text: str) -> str:
 
 def _is_joined(before: _Tokens) -> bool:
     """Return whether what stands before a formula changes it, or makes an answer of several numbers."""
-    rest = [each for each in before[-40:] if each[0] != "space" and each[1] not in ("$", '"')]
+    rest = [token for token in before[-40:] if token[0] != "space" and token[1] not in ("$", '"')]
     if rest and _CHANGES.fullmatch(rest[-1][1]):
         return True
     count = len(rest)
@@ -231,25 +231,25 @@ def _value(text: str) -> Fraction | None:
     match = next(filter(None, (form.fullmatch(text) for form in _FORMS)), None)
     if match is None:
         return None
-    given = {name: part for name, part in match.groupdict().items() if part}
-    sign = -1 if given.get("sign") == "-" else 1
-    to_the = int(given.get("b") or given.get("c") or 0)
+    parts = {name: part for name, part in match.groupdict().items() if part}
+    sign = -1 if parts.get("sign") == "-" else 1
+    to_the = int(parts.get("b") or parts.get("c") or 0)
     if abs(to_the) > _LARGEST_EXPONENT:
         return None
-    if "plain" in given:
-        value = _decimal(given["plain"])
-    elif "scaled" in given:
-        value = _decimal(given["scaled"] + f"e{to_the}")
-    elif "base" in given:
-        base = Fraction(given["base"])
+    if "plain" in parts:
+        value = _decimal(parts["plain"])
+    elif "scaled" in parts:
+        value = _decimal(parts["scaled"] + f"e{to_the}")
+    elif "base" in parts:
+        base = Fraction(parts["base"])
         value = base**to_the if base or to_the > 0 else None
     else:
         over, under = (
-            (given["over"], given["under"])
-            if "over" in given
+            (parts["over"], parts["under"])
+            if "over" in parts
             else [part for part in match.groups()[2:] if part]
         )
-        value = _ratio(over, under, given.get("whole"))
+        value = _ratio(over, under, parts.get("whole"))
     return None if value is None else sign * value
 
 

@@ -26,17 +26,18 @@ class RewardFailures:
 
     def __init__(self, config: RewardConfig) -> None:
         self._config = config
-        self._heard: set[str] = set()
+        self._warned: set[str] = set()
         self._is_answered = False
         self._last: RolloutTable | None = None
 
     def update(self, table: RolloutTable) -> None:
         """Warn of new kinds of failures among rollouts that are scored together."""
+        # An error reads "FUNCTION: TYPE: text", and the text may differ for every completion.
         kinds: dict[str, str] = {}
         for error in _errors(table):
             kinds.setdefault(":".join(error.split(":", 2)[:2]), error)
-        for kind in [kind for kind in kinds if kind not in self._heard]:
-            self._heard.add(kind)
+        for kind in [kind for kind in kinds if kind not in self._warned]:
+            self._warned.add(kind)
             dropped = self._config.on_error == "drop"
             log.warning(
                 "reward functions failed for %d of %d completions, which %s: %s",

@@ -82,11 +82,11 @@ class _Call(NamedTuple):
 
     def part(self, start: int, stop: int) -> _Call:
         """Return the call about some of the rollouts."""
-        given = {
+        arguments = {
             name: value[start:stop] if name in self.columns else value
             for name, value in self.arguments.items()
         }
-        return self._replace(arguments=given, size=stop - start, place=self.place + start)
+        return self._replace(arguments=arguments, size=stop - start, place=self.place + start)
 
 
 class _Bundle(NamedTuple):
@@ -97,12 +97,12 @@ class _Bundle(NamedTuple):
     """How many processes ended while they made these calls."""
 
 
-def _local(name: str) -> Callable[..., float]:
+def _builtin(name: str) -> Callable[..., float]:
     """Return a function of `LOCAL`."""
     from burnish.rewards import builtin
 
-    found: Callable[..., float] = getattr(builtin, name)
-    return found
+    function: Callable[..., float] = getattr(builtin, name)
+    return function
 
 
 class RewardPool:
@@ -114,18 +114,18 @@ class RewardPool:
         self._config = config
         self._moved = moved
         self._workers: list[_Worker] = []
-        self._heard: set[str] = set()
+        self._warned: set[str] = set()
         self._extras: set[str] = set()
         self._signatures: Sequence[Signature] = ()
-        if all(each.function in LOCAL for each in config.functions):
+        if all(entry.function in LOCAL for entry in config.functions):
             self._signatures = [
-                read_signature(each.function, _local(each.function), each.kwargs)
-                for each in config.functions
+                read_signature(entry.function, _builtin(entry.function), entry.kwargs)
+                for entry in config.functions
             ]
             return
         try:
             self._workers.append(_Worker(config))
-            loading = _Round([], self._workers, config, moved, self._heard)
+            loading = _Round([], self._workers, config, moved, self._warned)
             while not self._workers[0].signatures:
                 loading.listen()
         except BaseException:
@@ -136,15 +136,17 @@ class RewardPool:
     @property
     def columns(self) -> frozenset[str]:
         """The columns that reward functions take by name."""
-        taken = (each.columns | (each.accepts or frozenset()) for each in self._signatures)
-        return frozenset[str]().union(*taken)
+        accepted = (
+            signature.columns | (signature.accepts or frozenset()) for signature in self._signatures
+        )
+        return frozenset[str]().union(*accepted)
 
     def check_columns(self, columns: Collection[str], setting: str) -> None:
         """Raise `MissingError` if `columns` lack a required one."""
-        for each, signature in zip(self._config.functions, self._signatures, strict=True):
+        for entry, signature in zip(self._config.functions, self._signatures, strict=True):
             for column in sorted(signature.columns - set(columns)):
                 raise MissingError(
-                    f"The reward function {each.function!r} needs a column that {setting} lacks.",
+                    f"the reward function {entry.function!r} needs a column that {setting} lacks",
                     have=f"columns {sorted(columns)}",
                     want=column,
                     do="rename the parameter or the column, or give a value in the function's kwargs",
@@ -153,14 +155,14 @@ class RewardPool:
     def require_answer(self, prompt: Prompt, name: str) -> None:
         """Score a ground truth as completion. Raises `UsageError` if a function fails."""
         text = prompt.answer if isinstance(prompt.answer, str) else ""
-        compares = any(each.function in REWARDS for each in self._config.functions)
+        compares = any(entry.function in REWARDS for entry in self._config.functions)
         if compares and isinstance(prompt.answer, list | tuple):
             log.warning("the ground truth of %s is a list: any of its answers counts", name)
         no_ids = np.zeros(0, dtype=np.int64)
         no_numbers = np.zeros(0, dtype=np.float32)
         completion = Completion(no_ids, no_numbers, no_numbers, "stop", weights_version=0)
         (rollout,) = self.score([Rollout(prompt, 0, completion, text)])
-        if any(each.error for each in rollout.calls):  # None is an answer: it does not apply
+        if any(call.error for call in rollout.calls):  # None is an answer: it does not apply
             raise UsageError(
                 f"the reward fails for {name}",
                 have=rollout.reward_error,
@@ -177,22 +179,28 @@ class RewardPool:
         # A user's function runs in a worker, which is killed and started again if it hangs or dies. Only functions that cannot
         # take long run here (`LOCAL`).
         calls = self._calls(rollouts)
-        remote = [each for each in calls if self._local(each.function) is None]
+        remote = [
+            reward_call
+            for reward_call in calls
+            if self._local_function(reward_call.function) is None
+        ]
         results = iter(self._run(remote, check) if remote else [])
         answers: list[list[Answer]] = [[] for _ in self._signatures]
-        for each in calls:
-            local = self._local(each.function)
-            answers[each.function] += (
-                call(local, "verl", each.arguments, 1) if local else islice(results, each.size)
+        for reward_call in calls:
+            local = self._local_function(reward_call.function)
+            answers[reward_call.function] += (
+                call(local, "verl", reward_call.arguments, 1)
+                if local
+                else islice(results, reward_call.size)
             )
         return [
             self._scored(rollout, [column[i] for column in answers])
             for i, rollout in enumerate(rollouts)
         ]
 
-    def _local(self, function: int) -> Callable[..., float] | None:
+    def _local_function(self, function: int) -> Callable[..., float] | None:
         name = self._config.functions[function].function
-        return _local(name) if name in LOCAL else None
+        return _builtin(name) if name in LOCAL else None
 
     def _calls(self, rollouts: Sequence[Rollout]) -> list[_Call]:
         calls = []
@@ -201,30 +209,30 @@ class RewardPool:
             if signature.style == "verl":
                 calls += [_Call(index, arguments(signature, kwargs, [one]), 1) for one in rollouts]
             elif rollouts:
-                given = arguments(signature, kwargs, rollouts)
-                whole = _Call(index, given, len(rollouts), frozenset(given.keys() - kwargs.keys()))
-                most = self._config.functions[index].per_call or whole.size
+                named = arguments(signature, kwargs, rollouts)
+                whole = _Call(index, named, len(rollouts), frozenset(named.keys() - kwargs.keys()))
+                size = self._config.functions[index].per_call or whole.size
                 calls += [
-                    whole.part(start, min(start + most, whole.size))
-                    for start in range(0, whole.size, most)
+                    whole.part(start, min(start + size, whole.size))
+                    for start in range(0, whole.size, size)
                 ]
         return calls
 
     def _scored(self, rollout: Rollout, answers: Sequence[Answer]) -> Rollout:
-        answers = [self._without_secrets(each) for each in answers]
+        answers = [self._without_secrets(answer) for answer in answers]
         reward = 0.0
         parts = {}
         errors = []
         on_error = self._config.on_error
         names = self._config.part_names
-        for name, each, answer in zip(names, self._config.functions, answers, strict=False):
+        for name, entry, answer in zip(names, self._config.functions, answers, strict=False):
             value = answer.value
             if answer.error is not None:
                 errors.append(f"{name}: {answer.error}")
                 value = None if on_error == "drop" else on_error
             if value is not None:
                 parts[name] = value
-                reward += each.weight * value
+                reward += entry.weight * value
             parts |= {
                 full: x
                 for extra, x in answer.extras.items()
@@ -237,8 +245,8 @@ class RewardPool:
             reward = math.nan
         error = "; ".join(errors) or None
         calls = tuple(
-            RewardCall(name, each.value, each.error, each.began, each.seconds)
-            for name, each in zip(names, answers, strict=False)
+            RewardCall(name, answer.value, answer.error, answer.began, answer.seconds)
+            for name, answer in zip(names, answers, strict=False)
         )
         return replace(rollout, reward=reward, reward_parts=parts, reward_error=error, calls=calls)
 
@@ -249,8 +257,8 @@ class RewardPool:
         if len(self._extras) < _MAX_EXTRAS and len(extra) <= _MAX_NAME:
             self._extras.add(extra)
             return True
-        if "extras" not in self._heard:
-            self._heard.add("extras")
+        if "extras" not in self._warned:
+            self._warned.add("extras")
             log.warning(
                 "reward functions return too many further numbers: the first %d names of at most %d characters are kept; %s is not",
                 _MAX_EXTRAS,
@@ -270,7 +278,7 @@ class RewardPool:
 
     def _run(self, calls: Sequence[_Call], check: Check) -> list[Answer]:
         """Return the workers' answers about all rollouts of the calls, in order; if `check` raises, kill all workers."""
-        settings = self._config, self._moved, self._heard
+        settings = self._config, self._moved, self._warned
         under_way = _Round(calls, self._workers, *settings, self._signatures)
         try:
             while under_way.unanswered:
@@ -284,10 +292,10 @@ class RewardPool:
 
     def waits_for(self) -> str:
         """Return the function that runs longest, and its current line. For any thread."""
-        busy = [each for each in list(self._workers) if each.left]
+        busy = [worker for worker in list(self._workers) if worker.left]
         if not busy:
             return ""
-        worker = min(busy, key=lambda each: each.began)
+        worker = min(busy, key=lambda worker: worker.began)
         return f"the reward {self._config.functions[worker.function].function} ({worker.line()})"
 
     def close(self) -> None:
@@ -323,45 +331,48 @@ class _Round:
         workers: list[_Worker],
         config: RewardConfig,
         moved: Callable[[], None],
-        heard: set[str],
+        warned: set[str],
         signatures: Sequence[Signature] = (),
     ) -> None:
-        """`heard` has the ends of processes that were told."""
-        starts = np.cumsum([0, *(each.size for each in calls)]).tolist()
-        self._calls = [each._replace(place=p) for each, p in zip(calls, starts, strict=False)]
+        """`warned` has the warnings that were logged."""
+        starts = np.cumsum([0, *(reward_call.size for reward_call in calls)]).tolist()
+        self._calls = [
+            reward_call._replace(place=p) for reward_call, p in zip(calls, starts, strict=False)
+        ]
         self._workers = workers
         self._config = config
         self._moved = moved
-        self._heard = heard
+        self._warned = warned
         self.unanswered: int = starts[-1]
         """How many rollouts have no answer yet."""
         self.answers = [Answer(None)] * self.unanswered
         self._late = f"no answer within {config.timeout_seconds:g} s"
         share = 1 + _MAX_TIMEOUTS / config.workers
         self._most_lost = [
-            share * (config.concurrency if each.is_async else config.workers) for each in signatures
+            share * (config.concurrency if signature.is_async else config.workers)
+            for signature in signatures
         ]
         self._lost: Counter[int] = Counter()
         self._ends: Counter[int] = Counter()
         """By function: processes that ended since its last answer, without those whose calls are divided."""
         self._imports_lost = 0
         bundles: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
-        for number, each in enumerate(calls):
-            together = signatures[each.function].is_async
-            bundles[each.function, -1 if together else number].append(number)
+        for number, reward_call in enumerate(calls):
+            together = signatures[reward_call.function].is_async
+            bundles[reward_call.function, -1 if together else number].append(number)
         # Shuffled, so that hanging calls, such as all samples of one prompt, do not come in a row.
         rng = random.Random(0)
         mixed = [rng.sample(bundle, len(bundle)) for bundle in bundles.values()]
         rng.shuffle(mixed)
-        self._waiting = deque(_Bundle(each) for each in sorted(mixed, key=len, reverse=True))
+        self._waiting = deque(_Bundle(numbers) for numbers in sorted(mixed, key=len, reverse=True))
         self._again: deque[_Bundle] = deque()
         """Bundles whose process has ended. Only a fresh process gets one."""
 
     def hand_out(self) -> None:
         """Give waiting calls to idle workers, and start workers for the others."""
-        loading = sum(not each.signatures for each in self._workers)
+        loading = sum(not worker.signatures for worker in self._workers)
         coming = loading + self._config.workers - len(self._workers)
-        for worker in [each for each in self._workers if each.is_idle]:
+        for worker in [worker for worker in self._workers if worker.is_idle]:
             waiting = self._again if worker.is_fresh and self._again else self._waiting
             if waiting:
                 worker.ask(waiting.popleft(), self._calls)
@@ -374,8 +385,8 @@ class _Round:
 
     def listen(self) -> None:
         """Wait at most a second for messages of workers, and take them in."""
-        working = {each.connection: each for each in self._workers if not each.is_idle}
-        patience = min(each.deadline for each in working.values()) - time.monotonic()
+        working = {worker.connection: worker for worker in self._workers if not worker.is_idle}
+        patience = min(worker.deadline for worker in working.values()) - time.monotonic()
         ready = wait(working, min(max(patience, 0.0), _CHECK_SECONDS))
         for connection, worker in working.items():
             try:
@@ -411,7 +422,7 @@ class _Round:
             self._imports_lost += 1
             if self._imports_lost >= _MAX_ENDS:
                 raise worker.refusal(late=False) from error
-            self._tell(f"a process for reward functions {worker.end_text()}")
+            self._warn_once(f"a process for reward functions {worker.end_text()}")
             self._remove(worker)
             self._workers.append(_Worker(self._config))
             return
@@ -427,7 +438,7 @@ class _Round:
             self._lose(worker, numbers, why, ended=True, is_given_up=is_given_up)
             return
         name = self._config.functions[worker.function].function
-        self._tell(f"the process of the reward {name} {worker.end_text()}")
+        self._warn_once(f"the process of the reward {name} {worker.end_text()}")
         self._moved()
         rest = [number for number in worker.left if number not in numbers]
         self._waiting.extendleft([_Bundle(rest)] if rest else [])
@@ -436,17 +447,19 @@ class _Round:
             self._again.append(_Bundle(numbers, ends))
             return
         if len(calls) == 1:
-            (number,), (call,) = numbers, calls
+            (number,) = numbers
+            (call,) = calls
             numbers = [number, len(self._calls)]
             self._calls[number] = call.part(0, call.size // 2)
             self._calls.append(call.part(call.size // 2, call.size))
         middle = len(numbers) // 2
         for half in (numbers[middle:], numbers[:middle]):  # the first half comes first
+            # One more end of a half divides it again, without further tries.
             self._again.appendleft(_Bundle(half, ends - 1))
 
-    def _tell(self, what: str) -> None:
-        if what not in self._heard:
-            self._heard.add(what)
+    def _warn_once(self, what: str) -> None:
+        if what not in self._warned:
+            self._warned.add(what)
             log.warning("%s; a fresh process makes its calls again", what)
 
     def _lose(
@@ -512,19 +525,19 @@ class _Worker:
         self._patience = _START_SECONDS
         self.deadline = time.monotonic() + _START_SECONDS
         self.connection: Connection[Any, Any]
-        self.connection, theirs = Pipe()
+        self.connection, worker_end = Pipe()
         self._stack = TemporaryFile()  # noqa: SIM115 - closed by `release`
-        with theirs:
+        with worker_end:
             command = [sys.executable, "-m", "burnish.rewards.worker"]
             self._process = subprocess.Popen(
-                [*command, *map(str, (theirs.fileno(), os.getpid(), self._stack.fileno()))],
+                [*command, *map(str, (worker_end.fileno(), os.getpid(), self._stack.fileno()))],
                 stdin=subprocess.DEVNULL,
                 env=environ_of_child(),
-                pass_fds=[theirs.fileno(), self._stack.fileno()],
+                pass_fds=[worker_end.fileno(), self._stack.fileno()],
                 # With a session of its own, the worker does not get the terminal's ctrl-C, and its group can be killed.
                 start_new_session=True,
             )
-        named = [(each.function, each.kwargs) for each in config.functions]
+        named = [(entry.function, entry.kwargs) for entry in config.functions]
         self._send((named, config.concurrency, config.timeout_seconds, sys.argv, sys.path))
 
     @property
@@ -574,9 +587,9 @@ class _Worker:
     def refusal(self, late: bool) -> UsageError:
         """Return the error of a worker that does not load the functions."""
         return UsageError(
-            "A process for reward functions did not start.",
+            "a process for reward functions did not start",
             have=f"still importing after {_START_SECONDS:g} s" if late else self.end_text(),
-            want=f"to import {', '.join(each.function for each in self._config.functions)}",
+            want=f"to import {', '.join(entry.function for entry in self._config.functions)}",
             do="see what it wrote to the terminal, and what those modules do when imported",
         )
 
@@ -628,9 +641,9 @@ class _Worker:
 
 def _descendants(pid: int) -> list[int]:
     """Return a process's descendants, in any session."""
-    found = []
+    pids = []
     for file in Path(f"/proc/{pid}/task").glob("*/children"):
         with suppress(OSError):
             for child in map(int, file.read_text().split()):
-                found += [child, *_descendants(child)]
-    return found
+                pids += [child, *_descendants(child)]
+    return pids

@@ -66,7 +66,9 @@ class Answer:
 
 def read_signature(name: str, function: Callable[..., Any], kwargs: Mapping[str, Any]) -> Signature:
     """Return how to call `function` with `kwargs`. Raises `UsageError` if it fits neither signature, or does not take `kwargs`."""
-    with refusing(f"The reward function {name!r} has no signature", do="wrap it in a function"):
+    with refusing(
+        f"Python knows no signature of the reward function {name!r}", do="wrap it in a function"
+    ):
         parameters = inspect.signature(function).parameters.values()
     by_keyword = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     named = frozenset(p.name for p in by_keyword)
@@ -78,7 +80,7 @@ def read_signature(name: str, function: Callable[..., Any], kwargs: Mapping[str,
     unmet = required - _VERL_ARGUMENTS if verl else set()
     if trl == verl or positional or unmet:
         raise UsageError(
-            f"The reward function {name!r} fits no known signature.",
+            f"the reward function {name!r} fits no known signature",
             have=f"{getattr(function, '__name__', name)}{inspect.signature(function)}",
             want="TRL's (prompts, completions, **columns) or verl's (data_source, solution_str, ground_truth, extra_info)",
             do=f"give {', '.join(sorted(unmet))} in its kwargs"
@@ -87,14 +89,12 @@ def read_signature(name: str, function: Callable[..., Any], kwargs: Mapping[str,
         )
     for key in () if anything else sorted(kwargs.keys() - named):
         raise UsageError(
-            f"The reward function {name!r} takes no argument {key!r}.",
+            f"the reward function {name!r} takes no argument {key!r}",
             have=f"reward.functions kwargs {sorted(kwargs)}",
             do=did_you_mean(key, named - _TRL_ARGUMENTS - _VERL_ARGUMENTS),
         )
     if name == "regex":
-        problem = (
-            f"The reward regex was given {kwargs['pattern']!r}, which is no regular expression."
-        )
+        problem = f"the pattern of the reward regex is no regular expression: {kwargs['pattern']!r}"
         with refusing(problem, do="correct pattern in the function's kwargs"):
             re.compile(kwargs["pattern"])
     declared = (function, type(function).__call__)  # an instance is async if its __call__ is

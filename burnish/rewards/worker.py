@@ -37,8 +37,8 @@ def main(descriptor: int, parent: int, stack: int) -> None:
     Sends None for an async call that missed its deadline. Exits with ENOMEM after a `MemoryError`: a fresh process has more memory.
     """
     # A program that a reward function starts must not hold the connection open.
-    for each in (descriptor, stack):
-        os.set_inheritable(each, False)
+    for inherited in (descriptor, stack):
+        os.set_inheritable(inherited, False)
     faulthandler.register(STACK_SIGNAL, stack, all_threads=False)
     threading.Thread(target=_exit_without, args=(parent,), daemon=True).start()
     with Connection(descriptor) as connection, asyncio.Runner() as runner:

@@ -142,13 +142,17 @@ def require_valid(
     for request in requests:
         length = len(request.token_ids) - request.drawn
         if length == 0:
-            raise UsageError(f"prompt {request.prompt_key} is empty", want="at least one token")
+            raise UsageError(
+                f"prompt {request.prompt_key} is empty",
+                want="at least one token",
+                do="remove it, or correct the chat template",
+            )
         if max_positions is not None and length + sampling.max_tokens > max_positions:
             raise UsageError(
                 f"prompt {request.prompt_key} and its completion may exceed the model's positions",
                 have=f"{length} prompt tokens + {sampling.max_tokens} new ones",
                 want=f"at most {max_positions}, the model's longest sequence",
-                do="lower max_prompt_length or max_response_length",
+                do="lower data.max_prompt_length or rollout.max_response_length",
             )
 
 

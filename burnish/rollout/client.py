@@ -40,10 +40,10 @@ _POLL_SECONDS = 0.1
 # Seconds that a signal may take to reach this process after it has ended all servers.
 _GRACE_SECONDS = 2.0
 # Seconds for a server to send its partial completions.
-_TOLD_SECONDS = 10.0
+_PARTIAL_SECONDS = 10.0
 # Most characters of what a lost server says.
 _WHY_CHARACTERS = 500
-_WRONG = (OSError, HTTPException, *messages.NONSENSE)
+_FAILURES = (OSError, HTTPException, *messages.NONSENSE)
 
 T = TypeVar("T")
 Revive = Callable[[Sequence[str], Sequence[str]], Mapping[str, tuple[str, str]]]
@@ -67,7 +67,8 @@ class Server:
         self.vocabulary = vocabulary
         self._token = token
         self._headers = {"Authorization": f"Bearer {token}"}
-        self._asking: HTTPConnection | None = None
+        self._completing: HTTPConnection | None = None
+        """The connection of the running `complete`, which `hang_up` shuts."""
 
     def about(self) -> dict[str, Any]:
         """Return the server's description: model, engine, version."""
@@ -92,8 +93,10 @@ class Server:
         """Start to send `owner`'s weights, with `anew` fixed ones first. Yield the connection for `send` and `finish`."""
         with closing(self._connection()) as connection:
             with self.losing():
-                more = "&anew=1" if anew else ""
-                connection.putrequest("PUT", f"/weights?version={version}&owner={owner}{more}")
+                fixed_flag = "&anew=1" if anew else ""
+                connection.putrequest(
+                    "PUT", f"/weights?version={version}&owner={owner}{fixed_flag}"
+                )
                 connection.putheader("Authorization", self._headers["Authorization"])
                 connection.putheader("Transfer-Encoding", "chunked")
                 connection.endheaders()
@@ -120,24 +123,24 @@ class Server:
         requests: Sequence[Request],
         sampling: Sampling,
         version: int,
-        told: queue.SimpleQueue[int],
+        progress: queue.SimpleQueue[int],
         owner: str = "",
         *,
         in_flight: bool = False,
     ) -> list[list[Completion]]:
-        """Return completions; put into `told` how many have ended."""
-        asked = messages.encode_requests(requests, sampling, version, owner, in_flight=in_flight)
+        """Return completions; put into `progress` how many have ended."""
+        encoded = messages.encode_requests(requests, sampling, version, owner, in_flight=in_flight)
         with self.losing(), ExitStack() as stack:
-            self._asking = stack.enter_context(closing(self._connection()))
-            answer = self._ask(self._asking, "POST", "/completions", b"".join(asked))
+            self._completing = stack.enter_context(closing(self._connection()))
+            answer = self._ask(self._completing, "POST", "/completions", b"".join(encoded))
             stack.enter_context(closing(answer))
-            left = sum(each.samples for each in requests)
+            running = sum(request.samples for request in requests)
             while "ended" in (message := self.next(answer)).fields:
                 ended = message.fields["ended"]
-                if type(ended) is not int or not 0 <= ended <= left:
-                    raise ValueError(f"{clipped(str(ended))} of {left} completions have ended")
-                left -= ended
-                told.put(ended)
+                if type(ended) is not int or not 0 <= ended <= running:
+                    raise ValueError(f"{clipped(str(ended))} of {running} completions have ended")
+                running -= ended
+                progress.put(ended)
             return messages.read_completions(
                 message, requests, sampling, version, self.vocabulary, in_flight=in_flight
             )
@@ -145,25 +148,24 @@ class Server:
     def so_far(self, owner: str) -> list[RunningRequest]:
         """Return the partial completions for `owner`."""
         with self.losing(), ExitStack() as stack:
-            connection = stack.enter_context(closing(self._connection(_TOLD_SECONDS)))
+            connection = stack.enter_context(closing(self._connection(_PARTIAL_SECONDS)))
             answer = stack.enter_context(closing(self._ask(connection, "GET", "/completions")))
-            asked = self.next(answer)
-            if asked.fields.get("owner") != owner:
+            head = self.next(answer)
+            if head.fields.get("owner") != owner:
                 return []
-            requests, sampling, version = messages.read_requests(asked)
+            requests, sampling, version = messages.read_requests(head)
             message = self.next(answer)
-            known = self.vocabulary
             groups = messages.read_completions(
-                message, requests, sampling, version, known, in_flight=True, partial=True
+                message, requests, sampling, version, self.vocabulary, in_flight=True, partial=True
             )
             return [RunningRequest(sampling, *each) for each in zip(requests, groups, strict=True)]
 
     def hang_up(self) -> None:
         """End `complete` from another thread."""
-        asked = None if self._asking is None else self._asking.sock
-        if asked is not None:
+        sock = None if self._completing is None else self._completing.sock
+        if sock is not None:
             with suppress(OSError):  # the request has ended
-                asked.shutdown(socket.SHUT_RDWR)
+                sock.shutdown(socket.SHUT_RDWR)
 
     def _message(self, path: str, method: str = "GET") -> messages.Message:
         with self.losing(), ExitStack() as stack:
@@ -175,7 +177,7 @@ class Server:
         """Raise `ServerLost` for errors of the network or server."""
         try:
             yield
-        except _WRONG as error:
+        except _FAILURES as error:
             raise self._lost(f"{type(error).__name__}: {error}") from error
 
     def _lost(self, why: str) -> ServerLost:
@@ -267,30 +269,30 @@ class ServedGenerator(Generator):
             raise UsageError("the servers have no weights", do="call load_weights first")
         self._ended = []
         shares = _shares(requests, len(self._servers), in_flight=self._in_flight)
-        found: dict[int, list[Completion]] = {}
-        while waiting := [share for share in enumerate(shares) if share[1][0] not in found]:
+        completions: dict[int, list[Completion]] = {}
+        while waiting := [share for share in enumerate(shares) if share[1][0] not in completions]:
             servers = self._loaded
             alive = [server for server in servers if server not in self._lost]
             if not alive:
                 raise self._none_left(watch)
-            common = deque[list[int]]()
-            dealt = {server: common if self._in_flight else deque[list[int]]() for server in alive}
+            shared = deque[list[int]]()
+            dealt = {server: shared if self._in_flight else deque[list[int]]() for server in alive}
             for number, share in waiting:
                 own = servers[number % len(servers)]
                 dealt[own if own in dealt else alive[number % len(alive)]].append(share)
-            found |= self._asked(dealt, requests, sampling, watch)
-        return [found[number] for number in range(len(requests))]
+            completions |= self._ask_servers(dealt, requests, sampling, watch)
+        return [completions[number] for number in range(len(requests))]
 
-    def _asked(
+    def _ask_servers(
         self,
         dealt: Mapping[Server, deque[list[int]]],
         requests: Sequence[Request],
         sampling: Sampling,
         watch: Watch | None,
     ) -> dict[int, list[Completion]]:
-        found: dict[int, list[Completion]] = {}
+        completions: dict[int, list[Completion]] = {}
         errors: list[Exception] = []
-        told: queue.SimpleQueue[int] = queue.SimpleQueue()
+        progress: queue.SimpleQueue[int] = queue.SimpleQueue()
         interrupted = threading.Event()
         version = self._version or 0
 
@@ -299,14 +301,20 @@ class ServedGenerator(Generator):
             try:
                 # A server that was lost meanwhile may lack the newest weights.
                 while not errors and server not in self._lost and (share := next_of(shares) or []):
-                    mine = [requests[number] for number in share]
+                    share_requests = [requests[number] for number in share]
                     groups = server.complete(
-                        mine, sampling, version, told, self._owner, in_flight=self._in_flight
+                        share_requests,
+                        sampling,
+                        version,
+                        progress,
+                        self._owner,
+                        in_flight=self._in_flight,
                     )
-                    found.update(zip(share, groups, strict=True))
-                    whole = zip(mine, groups, strict=True)
-                    self._ended.extend(RunningRequest(sampling, *each) for each in whole)
+                    completions.update(zip(share, groups, strict=True))
+                    ended = zip(share_requests, groups, strict=True)
+                    self._ended.extend(RunningRequest(sampling, *each) for each in ended)
             except ServerLost as error:
+                # Servers with weights in flight share the queue, so another one takes it at once.
                 shares.appendleft(share)
                 if not interrupted.is_set():
                     self._lose(server, str(error))
@@ -314,7 +322,9 @@ class ServedGenerator(Generator):
                 errors.append(error)
 
         try:
-            in_threads([partial(ask, *each) for each in dealt.items()], partial(_tell, told, watch))
+            in_threads(
+                [partial(ask, *each) for each in dealt.items()], partial(_report, progress, watch)
+            )
         except BaseException:
             interrupted.set()
             for server in dealt:
@@ -322,12 +332,12 @@ class ServedGenerator(Generator):
             raise
         if errors:
             raise errors[0]
-        return found
+        return completions
 
     def so_far(self) -> list[RunningRequest]:
         """See `Generator.so_far`. Any thread may call it. It skips silent servers."""
 
-        def told(server: Server) -> list[RunningRequest]:
+        def partial_of(server: Server) -> list[RunningRequest]:
             try:
                 return server.so_far(self._owner)
             except (ServerLost, BurnishError) as error:
@@ -336,21 +346,21 @@ class ServedGenerator(Generator):
 
         alive = [server for server in self._loaded if server not in self._lost]
         with ThreadPoolExecutor(max(1, len(alive))) as pool:
-            running = [each for parts in pool.map(told, alive) for each in parts]
+            running = [request for parts in pool.map(partial_of, alive) for request in parts]
         return [*running, *self._ended]
 
     @property
     def _fed(self) -> list[Server]:
         """Return the live servers that this rank sends weights to."""
-        mine = self._servers[self._layout.rank :: self._layout.world]
-        return [server for server in mine if server not in self._lost]
+        own = self._servers[self._layout.rank :: self._layout.world]
+        return [server for server in own if server not in self._lost]
 
     def load_weights(self, weights: Publication, version: int) -> None:
         """See `Generator.load_weights`."""
         self._make_room()  # servers on this device take memory for weights, and later for their caches
-        have = list(weights.changing)
+        shards = list(weights.changing)
         if self._gather is None:
-            self._gather = Gather(have, self._specs, self._layout)
+            self._gather = Gather(shards, self._specs, self._layout)
         self._revive_lost()
         new = set(self._fed) - self._have_fixed if self._fixed else set[Server]()
         uploads: dict[Server, HTTPConnection] = {}
@@ -363,7 +373,7 @@ class ServedGenerator(Generator):
                 fixed = list(weights.fixed)
                 pieces = Gather(fixed, self._fixed, self._layout).run(fixed)
                 self._send(pieces, {server: uploads[server] for server in uploads.keys() & new})
-            self._send(self._gather.run(have), uploads)
+            self._send(self._gather.run(shards), uploads)
             for server in self._fed:
                 with self._losing(server):
                     server.finish(uploads[server])
@@ -383,14 +393,16 @@ class ServedGenerator(Generator):
 
     def _share_lost(self) -> list[str]:
         """Tell all ranks which servers are lost; return their urls. Collective."""
-        mine = {each.url: self._lost[each] for each in self._servers if each in self._lost}
-        told: dict[str, str] = {}
-        for theirs in gather_objects(mine, self._layout):
-            told = theirs | told
+        lost_here = {
+            server.url: self._lost[server] for server in self._servers if server in self._lost
+        }
+        lost: dict[str, str] = {}
+        for lost_there in gather_objects(lost_here, self._layout):
+            lost = lost_there | lost
         for server in self._servers:
-            if server.url in told:
-                self._lose(server, told[server.url])
-        return list(told)
+            if server.url in lost:
+                self._lose(server, lost[server.url])
+        return list(lost)
 
     def _revive_lost(self) -> None:
         """Replace lost servers as far as possible. Collective."""
@@ -399,13 +411,13 @@ class ServedGenerator(Generator):
             return
         revived = dict[str, tuple[str, str]]()
         others = [server.url for server in self._servers if server.url not in lost]
-        for theirs in gather_objects(self._revive(lost, others), self._layout):
-            revived |= theirs
+        for replacements in gather_objects(self._revive(lost, others), self._layout):
+            revived |= replacements
         self._servers = tuple(
-            Server(*revived[each.url], each.timeout, each.vocabulary)
-            if each.url in revived
-            else each
-            for each in self._servers
+            Server(*revived[server.url], server.timeout, server.vocabulary)
+            if server.url in revived
+            else server
+            for server in self._servers
         )
         for url, _ in revived.values() if self._layout.is_main else ():
             log.warning("the generator at %s takes part again", url)
@@ -444,7 +456,7 @@ class ServedGenerator(Generator):
 
     def _none_left(self, watch: Watch | None) -> BurnishError:
         for _ in range(round(_GRACE_SECONDS / _POLL_SECONDS) if watch is not None else 0):
-            _tell(queue.SimpleQueue(), watch)  # raises if a signal ended all servers
+            _report(queue.SimpleQueue(), watch)  # raises if a signal ended all servers
             time.sleep(_POLL_SECONDS)
         return BurnishError(
             "no generator is left",
@@ -457,22 +469,23 @@ class ServedGenerator(Generator):
 def _shares(requests: Sequence[Request], servers: int, *, in_flight: bool) -> list[list[int]]:
     """Divide requests as `generate` says."""
     if in_flight:
-        left = deque(range(len(requests)))
+        unassigned = deque(range(len(requests)))
         shares = list[list[int]]()
-        while left:
-            count = -(-len(left) // (2 * servers - 1))
-            shares.append([left.popleft() for _ in range(count)])
+        while unassigned:
+            # Shares shrink toward the end, so that no server computes long while others have nothing.
+            count = -(-len(unassigned) // (2 * servers - 1))
+            shares.append([unassigned.popleft() for _ in range(count)])
         return shares
-    lengths = np.array([max(1, len(each.token_ids)) for each in requests])
+    lengths = np.array([max(1, len(request.token_ids)) for request in requests])
     count = min(servers, len(requests))
     server_of = share_evenly(lengths, count) if requests else lengths
     return [np.flatnonzero(server_of == server).tolist() for server in range(count)]
 
 
-def next_of(left: deque[T]) -> T | None:
+def next_of(items: deque[T]) -> T | None:
     """Take the next item that threads share, or None."""
     try:
-        return left.popleft()
+        return items.popleft()
     except IndexError:
         return None
 
@@ -489,9 +502,9 @@ def in_threads(works: Sequence[Callable[[], None]], meanwhile: Callable[[], None
     meanwhile()
 
 
-def _tell(told: queue.SimpleQueue[int], watch: Watch | None) -> None:
+def _report(progress: queue.SimpleQueue[int], watch: Watch | None) -> None:
     ended = 0
-    while not told.empty():
-        ended += told.get()
+    while not progress.empty():
+        ended += progress.get()
     if watch is not None:
         watch(ended)

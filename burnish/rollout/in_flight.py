@@ -37,7 +37,7 @@ class PartialCompletions:
         """`begun` are a save's completions."""
         self._known = dict(begun)
         self._lock = threading.Lock()
-        self._asked: Sampling | None = None
+        self._sampling: Sampling | None = None
 
     def generate(
         self,
@@ -47,74 +47,79 @@ class PartialCompletions:
         watch: Watch | None = None,
     ) -> list[list[Completion]]:
         """Return what `generator.generate` returns, but continue begun completions."""
-        wanted = [(each, _keys(each, sampling)) for each in requests]
-        asked = [part for each, keys in wanted for part in self._left(each, keys)]
-        self._asked = sampling
-        made = generator.generate(asked, sampling, watch)
+        keyed = [(request, _keys(request, sampling)) for request in requests]
+        remaining = [part for request, keys in keyed for part in self._remaining(request, keys)]
+        self._sampling = sampling
+        drawn = generator.generate(remaining, sampling, watch)
         with self._lock:
-            for request, group in zip(asked, made, strict=True):
+            for request, group in zip(remaining, drawn, strict=True):
                 for key, completion in zip(_keys(request, sampling), group, strict=True):
                     self._known[key] = joined(self._known.get(key), completion)
-        self._asked = None
-        return [[self._known[key] for key in keys] for _, keys in wanted]
+        self._sampling = None
+        return [[self._known[key] for key in keys] for _, keys in keyed]
 
     def so_far(self, generator: Generator) -> dict[SampleKey, Completion]:
         """Return all completions so far, from any thread."""
-        asked = self._asked
-        running = generator.so_far() if asked is not None else []
+        sampling = self._sampling
+        running = generator.so_far() if sampling is not None else []
         with self._lock:
             known = dict(self._known)
-        found = dict(known)
-        for each in running:
-            if each.sampling != asked:  # left over from an interrupted evaluation
+        completions = dict(known)
+        for part in running:
+            if part.sampling != sampling:  # left over from an interrupted evaluation
                 continue
-            for key, more in zip(_keys(each.request, each.sampling), each.completions, strict=True):
+            for key, continuation in zip(
+                _keys(part.request, part.sampling), part.completions, strict=True
+            ):
                 begun = known.get(key)
-                if each.request.drawn == (0 if begun is None else len(begun.token_ids)):
-                    found[key] = _further(found.get(key), joined(begun, more))
-        return {key: each for key, each in found.items() if len(each.token_ids)}
+                if part.request.drawn == (0 if begun is None else len(begun.token_ids)):
+                    completions[key] = _longer(completions.get(key), joined(begun, continuation))
+        return {key: each for key, each in completions.items() if len(each.token_ids)}
 
     def forget(self, step: int) -> None:
         """Forget completions for steps before `step`."""
         with self._lock:
-            self._known = {key: each for key, each in self._known.items() if key.step >= step}
+            self._known = {
+                key: completion for key, completion in self._known.items() if key.step >= step
+            }
 
-    def _left(self, request: Request, keys: Sequence[SampleKey]) -> Iterator[Request]:
+    def _remaining(self, request: Request, keys: Sequence[SampleKey]) -> Iterator[Request]:
         begun = [self._known.get(key) for key in keys]
         if not any(begun):
+            # One request, because a generator reads its prompt once for all samples.
             yield request
             return
-        for key, each in zip(keys, begun, strict=True):
+        for key, completion in zip(keys, begun, strict=True):
             alone = replace(request, samples=1, first_sample=key.sample)
-            if each is None:
+            if completion is None:
                 yield alone
-            elif each.stop_reason is None:
-                ids = np.concatenate([request.token_ids, each.token_ids])
-                yield replace(alone, token_ids=ids, drawn=len(each.token_ids))
+            elif completion.stop_reason is None:
+                ids = np.concatenate([request.token_ids, completion.token_ids])
+                yield replace(alone, token_ids=ids, drawn=len(completion.token_ids))
 
 
-def joined(begun: Completion | None, more: Completion) -> Completion:
+def joined(begun: Completion | None, continuation: Completion) -> Completion:
     """Append its continuation to a begun completion."""
     if begun is None:
-        return more
+        return continuation
     count = len(begun.token_ids)
     spans = list(begun.later_versions)
     last = spans[-1][0] if spans else begun.weights_version
-    for version, first in ((more.weights_version, 0), *more.later_versions):
-        if version != last and len(more.token_ids):
+    for version, first in ((continuation.weights_version, 0), *continuation.later_versions):
+        if version != last and len(continuation.token_ids):
             spans.append((version, count + first))
             last = version
     return replace(
-        more,
-        token_ids=np.concatenate([begun.token_ids, more.token_ids]),
-        sampled_logprobs=np.concatenate([begun.sampled_logprobs, more.sampled_logprobs]),
-        logprobs=np.concatenate([begun.logprobs, more.logprobs]),
+        continuation,
+        token_ids=np.concatenate([begun.token_ids, continuation.token_ids]),
+        sampled_logprobs=np.concatenate([begun.sampled_logprobs, continuation.sampled_logprobs]),
+        logprobs=np.concatenate([begun.logprobs, continuation.logprobs]),
         weights_version=begun.weights_version,
         later_versions=tuple(spans),
     )
 
 
-def _further(one: Completion | None, other: Completion) -> Completion:
+def _longer(one: Completion | None, other: Completion) -> Completion:
     """Return the completion that has ended or is longer: one that ends meanwhile or changes servers is reported twice."""
     both = [other] if one is None else [one, other]
     return max(both, key=lambda each: (each.stop_reason is not None, len(each.token_ids)))

@@ -105,8 +105,8 @@ class EngineGenerator(LocalGenerator[EngineRequest]):
 
     def _maker(self, request: Request) -> Callable[..., EngineRequest]:
         prompt = request.token_ids.tolist()
-        return lambda **more: EngineRequest(
-            number=f"{next(self._numbers):016}", prompt=prompt, **more
+        return lambda **fields: EngineRequest(
+            number=f"{next(self._numbers):016}", prompt=prompt, **fields
         )
 
     def release(self) -> None:
@@ -131,17 +131,19 @@ def import_engine(
     name = title.lower()
     wanted = f"{title} {'.'.join(map(str, oldest))} or newer"
     do = f"{install(name)}, or set rollout.engine=builtin"
-    problem = f"rollouts with {title} need a package that cannot be imported"
+    problem = f"{title} cannot be imported"
     with refusing(problem, MissingError, want=wanted, do=do):
         engine = import_module(name)
-    found = tuple(map(int, re.findall(r"\d+", engine.__version__)[: len(oldest)]))
-    if found and found < oldest:
+    version = tuple(map(int, re.findall(r"\d+", engine.__version__)[: len(oldest)]))
+    if version and version < oldest:
         raise IncompatibleError(
             f"this {title} is too old", have=engine.__version__, want=wanted, do=install(name)
         )
-    if found and beyond is not None and found >= beyond:
-        known = f"older than {'.'.join(map(str, beyond))}"
-        log.warning("%s %s is not known to work; those %s are", title, engine.__version__, known)
+    if version and beyond is not None and version >= beyond:
+        range_text = f"older than {'.'.join(map(str, beyond))}"
+        log.warning(
+            "%s %s is not known to work; those %s are", title, engine.__version__, range_text
+        )
     return engine
 
 
@@ -177,9 +179,9 @@ def with_architectures(hf_config: PretrainedConfig) -> PretrainedConfig:
 def joined_layer(model: Any, modules: Container[str], layer: str) -> tuple[str, list[str]]:
     """Return the engine's layer that holds a checkpoint's layer, and the layers joined in it, if any."""
     parent, _, last = layer.rpartition(".")
-    for one, parts in {**_JOINED, **getattr(model, "packed_modules_mapping", {})}.items():
-        if layer not in modules and last in parts and f"{parent}.{one}" in modules:
-            return f"{parent}.{one}", [f"{parent}.{part}" for part in parts]
+    for joined, parts in {**_JOINED, **getattr(model, "packed_modules_mapping", {})}.items():
+        if layer not in modules and last in parts and f"{parent}.{joined}" in modules:
+            return f"{parent}.{joined}", [f"{parent}.{part}" for part in parts]
     return layer, []
 
 
@@ -190,33 +192,35 @@ def whole_tensors(
 
     Raises `IncompatibleError` for a tensor that is unknown, has another shape, comes twice or never.
     """
-    left = dict(wanted)
+    pending = dict(wanted)
     begun: dict[str, tuple[Tensor, int]] = {}
     for shard in shards:
         name = shard.spec.name
         shape = shard.spec.shape
-        if name not in left or left[name].shape != shape:
+        if name not in pending or pending[name].shape != shape:
             raise IncompatibleError(
                 f"the weights do not fit the generator's model: {name}",
                 have=f"shape {shape}" + (", after the whole tensor" if name in wanted else ""),
-                want=f"shape {left[name].shape}" if name in left else "each tensor of the model",
+                want=f"shape {pending[name].shape}"
+                if name in pending
+                else "a tensor of the model, once",
                 do="set rollout.engine=builtin",
             )
         if name not in begun:
-            begun[name] = torch.empty(shape, dtype=left[name].dtype), math.prod(shape)
+            begun[name] = torch.empty(shape, dtype=pending[name].dtype), math.prod(shape)
         tensor, missing = begun.pop(name)
         tensor[shard.box.slices].copy_(shard.part(shard.box))
         missing -= shard.box.elements
         if missing > 0:
             begun[name] = tensor, missing
         else:
-            del left[name]
+            del pending[name]
             yield name, tensor
-    if left:
+    if pending:
         raise IncompatibleError(
-            f"the weights for the generator lack {next(iter(left))}",
-            have=f"{len(wanted) - len(left)} of {len(wanted)} tensors",
-            want=few(list(left)),
+            f"the weights for the generator lack {next(iter(pending))}",
+            have=f"{len(wanted) - len(pending)} of {len(wanted)} tensors",
+            want=few(list(pending)),
             do="set rollout.engine=builtin",
         )
 
@@ -224,8 +228,8 @@ def whole_tensors(
 def waves(tensors: Iterator[tuple[str, Tensor]]) -> Iterator[list[tuple[str, Tensor]]]:
     """Group tensors into lists of about `_WAVE_BYTES`."""
     wave: list[tuple[str, Tensor]] = []
-    for each in tensors:
-        wave.append(each)
+    for named_tensor in tensors:
+        wave.append(named_tensor)
         if sum(tensor.nbytes for _, tensor in wave) >= _WAVE_BYTES:
             yield wave
             wave = []

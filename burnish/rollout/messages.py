@@ -52,10 +52,10 @@ class Message(NamedTuple):
 
 def encode(fields: Mapping[str, Any], arrays: Mapping[str, Array] | None = None) -> Parts:
     """Encode a message without copying its arrays."""
-    given = {name: np.ascontiguousarray(array) for name, array in (arrays or {}).items()}
-    kinds = {name: [_DTYPES[array.dtype], array.shape] for name, array in given.items()}
+    contiguous = {name: np.ascontiguousarray(array) for name, array in (arrays or {}).items()}
+    kinds = {name: [_DTYPES[array.dtype], array.shape] for name, array in contiguous.items()}
     line = json.dumps({**fields, "arrays": kinds}, allow_nan=False).encode() + b"\n"
-    return [line, *(array.reshape(-1).view(np.uint8).data for array in given.values())]
+    return [line, *(array.reshape(-1).view(np.uint8).data for array in contiguous.values())]
 
 
 def read_message(stream: BinaryIO) -> Message | None:
@@ -68,11 +68,11 @@ def read_message(stream: BinaryIO) -> Message | None:
     for name, (kind, shape) in fields.pop("arrays").items():
         if kind not in _DTYPES.values() or any(size < 0 for size in shape):
             raise ValueError(f"an array cannot have dtype {kind} and shape {shape}")
-        arrays[name] = _filled(stream, kind, shape)
+        arrays[name] = _read_array(stream, kind, shape)
     return Message(fields, arrays)
 
 
-def _filled(stream: BinaryIO, kind: str, shape: Sequence[int]) -> Array:
+def _read_array(stream: BinaryIO, kind: str, shape: Sequence[int]) -> Array:
     """Read into an array, whose pages the system commits as bytes arrive."""
     array = torch.empty(math.prod(shape) * np.dtype(kind).itemsize, dtype=torch.uint8).numpy()
     room = array.data
@@ -125,17 +125,23 @@ def encode_requests(
     in_flight: bool,
 ) -> Parts:
     """Encode requests for completions by a version of `owner`'s weights, `in_flight` also by later ones."""
-    told = [
-        [each.prompt_key, len(each.token_ids), each.samples, each.first_sample, each.drawn]
-        for each in requests
+    rows = [
+        [
+            request.prompt_key,
+            len(request.token_ids),
+            request.samples,
+            request.first_sample,
+            request.drawn,
+        ]
+        for request in requests
     ]
-    ids = np.concatenate([np.zeros(0, np.int64), *(each.token_ids for each in requests)])
+    ids = np.concatenate([np.zeros(0, np.int64), *(request.token_ids for request in requests)])
     fields = {
         "version": version,
         "owner": owner,
         "in_flight": in_flight,
         "sampling": asdict(sampling),
-        "requests": told,
+        "requests": rows,
     }
     return encode(fields, {"token_ids": ids.astype(np.int64)})
 
@@ -143,34 +149,34 @@ def encode_requests(
 def read_requests(message: Message) -> tuple[list[Request], Sampling, int]:
     """Return the requests, their sampling, and the weights' version. Raises `NONSENSE`."""
     fields = message.fields
-    given: dict[str, Any] = {
+    settings: dict[str, Any] = {
         name: tuple(x) if isinstance(x, list) else x for name, x in fields["sampling"].items()
     }
-    told = fields["requests"]
-    ids = np.split(message.arrays["token_ids"], np.cumsum([length for _, length, *_ in told])[:-1])
+    rows = fields["requests"]
+    ids = np.split(message.arrays["token_ids"], np.cumsum([length for _, length, *_ in rows])[:-1])
     requests = [
         Request(key, tokens, samples, first, drawn=drawn)
-        for (key, _, samples, first, drawn), tokens in zip(told, ids, strict=bool(told))
+        for (key, _, samples, first, drawn), tokens in zip(rows, ids, strict=bool(rows))
     ]
-    return requests, Sampling(**given), int(fields["version"])
+    return requests, Sampling(**settings), int(fields["version"])
 
 
 def encode_completions(groups: Sequence[Sequence[Completion]]) -> Parts:
     """Return each request's completions as a message."""
-    made = [each for group in groups for each in group]
-    told = [
+    completions = [completion for group in groups for completion in group]
+    described = [
         {
-            "tokens": len(each.token_ids),
-            "stop_reason": each.stop_reason,
-            "weights_version": each.weights_version,
-            "later_versions": each.later_versions,
-            "times": each.times,
-            "experts": 0 if each.experts is None else len(each.experts),
+            "tokens": len(completion.token_ids),
+            "stop_reason": completion.stop_reason,
+            "weights_version": completion.weights_version,
+            "later_versions": completion.later_versions,
+            "times": completion.times,
+            "experts": 0 if completion.experts is None else len(completion.experts),
         }
-        for each in made
+        for completion in completions
     ]
-    arrays = joined_arrays(made, np.int64)
-    return encode({"groups": [len(group) for group in groups], "completions": told}, arrays)
+    arrays = joined_arrays(completions, np.int64)
+    return encode({"groups": [len(group) for group in groups], "completions": described}, arrays)
 
 
 def read_completions(
@@ -187,58 +193,61 @@ def read_completions(
 
     Raises `NONSENSE` if they do not fit the requests, or have token ids that are not below `vocabulary`.
     """
-    told = message.fields["completions"]
-    if list(message.fields["groups"]) != [each.samples for each in requests]:
+    described = message.fields["completions"]
+    if list(message.fields["groups"]) != [request.samples for request in requests]:
         raise ValueError("these are not the completions that were asked for")
-    asked = [each for each in requests for _ in range(each.samples)]
-    for one, request in zip(told, asked, strict=True):
-        _require_length(one, request, sampling, partial=partial)
+    request_of = [request for request in requests for _ in range(request.samples)]
+    for fields, request in zip(described, request_of, strict=True):
+        _require_length(fields, request, sampling, partial=partial)
     for name, array in message.arrays.items():
         kinds, dims = _FORMS[name]
         if array.dtype.kind not in kinds or array.ndim != dims:
             raise ValueError(f"{name} cannot be {array.dtype} of shape {array.shape}")
-    made = list(split_arrays(told, message.arrays))
-    for each, one in zip(told, made, strict=True):
-        if each["stop_reason"] not in ("stop", "length", None)[: 2 + partial]:
+    completions = list(split_arrays(described, message.arrays))
+    for fields, completion in zip(described, completions, strict=True):
+        if fields["stop_reason"] not in ("stop", "length", None)[: 2 + partial]:
             raise ValueError("a completion has no stop reason that is known")
-        _require_versions(one, version, in_flight=in_flight)
-        _require_tokens(one, vocabulary)
-    remaining = iter(made)
-    return [[next(remaining) for _ in range(each.samples)] for each in requests]
+        _require_versions(completion, version, in_flight=in_flight)
+        _require_tokens(completion, vocabulary)
+    remaining = iter(completions)
+    return [[next(remaining) for _ in range(request.samples)] for request in requests]
 
 
 def _require_length(
-    told: Mapping[str, Any], request: Request, sampling: Sampling, *, partial: bool
+    fields: Mapping[str, Any], request: Request, sampling: Sampling, *, partial: bool
 ) -> None:
-    count = told["tokens"]
+    count = fields["tokens"]
     room = sampling.max_tokens - request.drawn
     if type(count) is not int or not (1 - partial) <= count <= room:
         raise ValueError(f"a completion does not have 1 to {sampling.max_tokens} tokens")
-    if told["stop_reason"] == "length" and count != room:
+    if fields["stop_reason"] == "length" and count != room:
         raise ValueError(f"a completion ends at {count} tokens, and its limit is {room}")
     read = len(request.token_ids) + count - 1
-    if sampling.experts and not partial and told["experts"] != read:
-        raise ValueError(f"a completion has experts of {told['experts']} tokens instead of {read}")
+    if sampling.experts and not partial and fields["experts"] != read:
+        raise ValueError(
+            f"a completion has experts of {fields['experts']} tokens instead of {read}"
+        )
 
 
-def _require_versions(one: Completion, version: int, *, in_flight: bool) -> None:
-    mine = one.weights_version
-    later = one.later_versions
-    if (mine != version and not (in_flight and mine > version)) or (later and not in_flight):
-        raise ValueError(f"weights of version {mine} made a completion")
-    drawn = [(mine, 0), *later, (sys.maxsize, len(one.token_ids) + 1)]
+def _require_versions(completion: Completion, version: int, *, in_flight: bool) -> None:
+    first = completion.weights_version
+    later = completion.later_versions
+    if (first != version and not (in_flight and first > version)) or (later and not in_flight):
+        raise ValueError(f"weights of version {first} made a completion")
+    drawn = [(first, 0), *later, (sys.maxsize, len(completion.token_ids) + 1)]
     if any(before[0] >= after[0] or before[1] > after[1] for before, after in pairwise(drawn)):
         raise ValueError("the versions of a completion's weights do not follow each other")
 
 
-def _require_tokens(one: Completion, vocabulary: int) -> None:
-    if len(one.token_ids) and not 0 <= one.token_ids.min() <= one.token_ids.max() < vocabulary:
+def _require_tokens(completion: Completion, vocabulary: int) -> None:
+    ids = completion.token_ids
+    if len(ids) and not 0 <= ids.min() <= ids.max() < vocabulary:
         raise ValueError(f"a completion has token ids that are not below {vocabulary}")
-    for logprobs in (one.logprobs, one.sampled_logprobs):
+    for logprobs in (completion.logprobs, completion.sampled_logprobs):
         if not (np.isfinite(logprobs).all() and (logprobs <= _ROUNDING).all()):
             raise ValueError("a completion has log-probs that are not finite, or above 0")
-    if one.times is not None and not (
-        len(one.times) == 3 and all(0 <= each < _LAST_TIME for each in one.times)
+    if completion.times is not None and not (
+        len(completion.times) == 3 and all(0 <= moment < _LAST_TIME for moment in completion.times)
     ):
         raise ValueError("a completion has impossible times")
 
@@ -254,8 +263,8 @@ def encode_error(error: BurnishError) -> Parts:
 
 def error_of(fields: Mapping[str, Any]) -> BurnishError | None:
     """Return a message's error, if it has one."""
-    told = fields.get("error")
-    if told is None:
+    parts = fields.get("error")
+    if parts is None:
         return None
-    kind = _ERRORS.get(told.pop("kind", ""), BurnishError)
-    return kind(told.pop("problem"), **told)
+    kind = _ERRORS.get(parts.pop("kind", ""), BurnishError)
+    return kind(parts.pop("problem"), **parts)

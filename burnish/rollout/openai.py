@@ -103,31 +103,31 @@ class EndpointGenerator(Generator):
             for request in requests
             for number in range(request.samples)
         ]
-        left = deque(enumerate(samples))
+        waiting = deque(enumerate(samples))
         stop = threading.Event()
-        told = 0
-        found: dict[int, Completion] = {}
+        reported = 0
+        completions: dict[int, Completion] = {}
         errors: list[Exception] = []
 
         def ask() -> None:
             try:
                 with closing(connection_to(self._url, self._timeout)) as connection:
-                    while not stop.is_set() and (each := next_of(left)) is not None:
-                        number, (request, sample) = each
+                    while not stop.is_set() and (numbered := next_of(waiting)) is not None:
+                        number, (request, sample) = numbered
                         answer = partial(self._answer, connection, request, sample, sampling)
-                        made = self._with_retries(answer, stop)
-                        if made is not None:
-                            found[number] = made
+                        completion = self._with_retries(answer, stop)
+                        if completion is not None:
+                            completions[number] = completion
             except Exception as error:  # noqa: BLE001 - raised below
                 errors.append(error)
                 stop.set()
 
         def tell() -> None:
-            nonlocal told
-            ended = len(found)
+            nonlocal reported
+            ended = len(completions)
             if watch is not None:
-                watch(ended - told)
-            told = ended
+                watch(ended - reported)
+            reported = ended
 
         try:
             in_threads([ask] * min(self._slots, len(samples)), tell)
@@ -135,8 +135,8 @@ class EndpointGenerator(Generator):
             stop.set()
         if errors:
             raise errors[0]
-        made = iter([found[number] for number in range(len(samples))])
-        return [[next(made) for _ in range(request.samples)] for request in requests]
+        ordered = iter([completions[number] for number in range(len(samples))])
+        return [[next(ordered) for _ in range(request.samples)] for request in requests]
 
     def _with_retries(
         self, answer: Callable[[], Completion], stop: threading.Event
@@ -170,13 +170,15 @@ class EndpointGenerator(Generator):
         body = self._body(request.prompt, request.prompt_key, sample, sampling)
         try:
             connection.request("POST", path, json.dumps(body), self._headers)
-            told = connection.getresponse()
-            content = told.read(_MOST_BYTES)
+            response = connection.getresponse()
+            content = response.read(_MOST_BYTES)
         except (OSError, HTTPException) as error:
             connection.close()
             raise _TransientError(f"{type(error).__name__}: {error}", None) from error
-        if told.status != 200:
-            raise self._refusal(told.status, told.reason, content, told.headers.get("Retry-After"))
+        if response.status != 200:
+            raise self._refusal(
+                response.status, response.reason, content, response.headers.get("Retry-After")
+            )
         try:
             choice = json.loads(content)["choices"][0]
             text = choice["message"]["content"] if chats else choice["text"]
@@ -203,25 +205,25 @@ class EndpointGenerator(Generator):
             "top_p": sampling.top_p,
             "seed": seed,
         }
-        beyond: dict[str, Any] = {  # sent only if set, because OpenAI's own API has only `stop`
+        optional: dict[str, Any] = {  # sent only if set, because OpenAI's own API has only `stop`
             "stop": list(sampling.stop_strings),
             "stop_token_ids": list(sampling.stop_token_ids),
             "top_k": sampling.top_k,
             "min_p": sampling.min_p,
         }
-        body |= {name: value for name, value in beyond.items() if value}
+        body |= {name: value for name, value in optional.items() if value}
         if prompt.messages is None:
             return {**body, "prompt": prompt.text}
         tools = tools_of(dict(prompt.columns), f"row {prompt.index + 1}")
-        beyond = {"tools": tools, "chat_template_kwargs": self._variables}
-        given = {name: value for name, value in beyond.items() if value}
-        return {**body, "messages": [_sent(message) for message in prompt.messages], **given}
+        optional = {"tools": tools, "chat_template_kwargs": self._variables}
+        chat_fields = {name: value for name, value in optional.items() if value}
+        return {**body, "messages": [_sent(message) for message in prompt.messages], **chat_fields}
 
     def _refusal(self, status: int, reason: str, content: bytes, wait: str | None) -> Exception:
-        said = self._quoted(f"{status} {reason}: {content.decode(errors='replace')}")
+        quoted = self._quoted(f"{status} {reason}: {content.decode(errors='replace')}")
         if status in _BUSY or status >= 500:
-            asked = (wait or "").strip()
-            return _TransientError(said, float(asked) if asked.isdecimal() else None)
+            seconds = (wait or "").strip()
+            return _TransientError(quoted, float(seconds) if seconds.isdecimal() else None)
         remedies = {
             401: f"set the environment variable {KEY} to a key of this endpoint",
             403: f"set the environment variable {KEY} to a key that may use this model",
@@ -229,8 +231,8 @@ class EndpointGenerator(Generator):
         }
         return BurnishError(
             f"the endpoint {self._url.geturl()} refuses a request",
-            have=said,
-            want="200",
+            have=quoted,
+            want="status 200",
             do=remedies.get(status, "correct the setting that the endpoint names"),
         )
 
@@ -241,5 +243,6 @@ class EndpointGenerator(Generator):
     def load_weights(self, weights: Publication, version: int) -> None:
         """Raise `UsageError`, because the weights are fixed."""
         raise UsageError(
-            "the weights of an endpoint cannot be set", do="set rollout.engine=builtin to train"
+            "an endpoint cannot be trained: its weights are fixed",
+            do="set rollout.engine=builtin to train",
         )

@@ -47,7 +47,7 @@ class StopRule:
             )
         if "" in sampling.stop_strings:
             have = list(sampling.stop_strings)
-            raise UsageError("a stop string is empty", have=have, do="remove it")
+            raise UsageError("a stop string is empty", have=have, do="remove it from rollout.stop")
         self._ids = frozenset(eos_token_ids) | frozenset(sampling.stop_token_ids)
         self._max_tokens = sampling.max_tokens
         self._strings = sampling.stop_strings
@@ -145,11 +145,11 @@ class Running:
         )
 
 
-def _started(request: Request, sampling: Sampling, made: Callable[..., R]) -> list[R]:
+def _start(request: Request, sampling: Sampling, make: Callable[..., R]) -> list[R]:
     samples = range(request.first_sample, request.first_sample + request.samples)
     keys = [stream_key(sampling.seed, sampling.step, request.prompt_key, s) for s in samples]
     begun = request.token_ids[len(request.token_ids) - request.drawn :].tolist()
-    return [made(key=key, drawn=request.drawn, tokens=[*begun]) for key in keys]
+    return [make(key=key, drawn=request.drawn, tokens=[*begun]) for key in keys]
 
 
 class LocalGenerator(Generator, Generic[R]):
@@ -189,14 +189,15 @@ class LocalGenerator(Generator, Generic[R]):
             )
         rule = StopRule(sampling, self._eos_token_ids, self._decode)
         asked = time.time()
-        groups = [_started(request, sampling, self._maker(request)) for request in requests]
+        groups = [_start(request, sampling, self._maker(request)) for request in requests]
 
         def so_far() -> list[RunningRequest]:
-            found = [
-                [each.completion(*self._logprobs(each), asked) for each in group]
+            completions = [
+                [running.completion(*self._logprobs(running), asked) for running in group]
                 for group in groups
             ]
-            return [RunningRequest(sampling, *each) for each in zip(requests, found, strict=True)]
+            pairs = zip(requests, completions, strict=True)
+            return [RunningRequest(sampling, request, group) for request, group in pairs]
 
         self._underway = so_far
         try:
@@ -220,5 +221,5 @@ class LocalGenerator(Generator, Generic[R]):
         """Generate until all have ended."""
 
     @abstractmethod
-    def _logprobs(self, each: R) -> tuple[Floats, Floats]:
-        """Return sampled and raw log-probs of `each.own`."""
+    def _logprobs(self, running: R) -> tuple[Floats, Floats]:
+        """Return sampled and raw log-probs of `running.own`."""

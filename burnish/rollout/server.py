@@ -63,7 +63,7 @@ class GeneratorServer:
         self._token = token
         self._about = dict(about)
         self._timeout = timeout
-        self._moved = time.monotonic()
+        self._last_progress = time.monotonic()
         self._version: int | None = None
         self._owner = ""
         self._asker = ""
@@ -82,7 +82,7 @@ class GeneratorServer:
         try:
             while True:
                 check()
-                self._moved = time.monotonic()
+                self._last_progress = time.monotonic()
                 with suppress(queue.Empty):
                     self._calls.get(timeout=_POLL_SECONDS)()
         finally:
@@ -96,13 +96,13 @@ class GeneratorServer:
     @property
     def hangs(self) -> bool:
         """Whether there was no progress for `timeout` seconds."""
-        return time.monotonic() - self._moved > self._timeout
+        return time.monotonic() - self._last_progress > self._timeout
 
     def about(self) -> dict[str, Any]:
         """Return the server's description."""
         return {**self._about, "version": self._version}
 
-    def call(self, made: Callable[[], Any], *, between_steps: bool = False) -> Future[Any]:
+    def call(self, function: Callable[[], Any], *, between_steps: bool = False) -> Future[Any]:
         """Have the thread of `run` call a function, in turn or between decoding steps."""
         future: Future[Any] = Future()
 
@@ -110,11 +110,12 @@ class GeneratorServer:
             if not future.set_running_or_notify_cancel():
                 return
             try:
-                future.set_result(made())
+                future.set_result(function())
             except Exception as error:  # noqa: BLE001 - the future raises it
                 future.set_exception(error)
 
         if between_steps:
+            # A generation with weights in flight takes it between two steps; else it comes in turn.
             self._loads.put(call)
             call = self._load
         self._calls.put(call)
@@ -134,33 +135,33 @@ class GeneratorServer:
         self._version = version
 
     def complete(
-        self, asked: messages.Message, say: Callable[[messages.Parts], None]
+        self, message: messages.Message, say: Callable[[messages.Parts], None]
     ) -> messages.Parts:
         """Return completions; `say` sends progress. Raises `ValueError` for weights of another version."""
-        requests, sampling, version = messages.read_requests(asked)
-        held = self._version
-        in_flight = bool(asked.fields["in_flight"])
-        if asked.fields["owner"] != self._owner:
+        requests, sampling, version = messages.read_requests(message)
+        loaded = self._version
+        in_flight = bool(message.fields["in_flight"])
+        if message.fields["owner"] != self._owner:
             raise ValueError(f"it holds another process's weights instead of version {version}")
-        if held is None or not (held == version or (in_flight and held > version)):
-            raise ValueError(f"it holds weights of version {held} instead of {version}")
-        told = time.monotonic()
+        if loaded is None or not (loaded == version or (in_flight and loaded > version)):
+            raise ValueError(f"it holds weights of version {loaded} instead of {version}")
+        reported = time.monotonic()
         ended = 0
         self._asker = self._owner
 
         def watch(count: int) -> None:
-            nonlocal told, ended
+            nonlocal reported, ended
             ended = ended + count
-            self._moved = time.monotonic()
+            self._last_progress = time.monotonic()
             if in_flight:
                 self._load()
             if self._owner != self._asker:
                 raise ValueError("another process has sent its weights")
             if self._version is None:
                 raise ValueError("the new weights have not arrived completely")
-            if ended or time.monotonic() - told >= _BEAT_SECONDS:
+            if ended or time.monotonic() - reported >= _BEAT_SECONDS:
                 say(messages.encode({"ended": ended}))
-                told = time.monotonic()
+                reported = time.monotonic()
                 ended = 0
 
         return messages.encode_completions(self._generator.generate(requests, sampling, watch))
@@ -170,11 +171,11 @@ class GeneratorServer:
         parts = self._generator.so_far()
         if not parts:
             return messages.encode({})
-        requests = [each.request for each in parts]
-        asked = messages.encode_requests(
+        requests = [part.request for part in parts]
+        encoded = messages.encode_requests(
             requests, parts[0].sampling, 0, self._asker, in_flight=True
         )
-        return [*asked, *messages.encode_completions([each.completions for each in parts])]
+        return [*encoded, *messages.encode_completions([part.completions for part in parts])]
 
     def release(self) -> None:
         """Free device memory."""
@@ -184,11 +185,11 @@ class GeneratorServer:
 
     def checksums(self) -> messages.Parts:
         """Return the generator's checksums."""
-        told = [
+        rows = [
             [spec.name, spec.shape, str(spec.dtype).removeprefix("torch."), checksum]
             for spec, checksum in self._generator.checksums()
         ]
-        return messages.encode({"checksums": told})
+        return messages.encode({"checksums": rows})
 
 
 class _Http(ThreadingHTTPServer):
@@ -247,7 +248,8 @@ class _Handler(BaseHTTPRequestHandler):
             case _:
                 self.send_error(HTTPStatus.NOT_FOUND)
 
-    do_PUT = do_POST = do_GET
+    do_PUT = do_GET
+    do_POST = do_GET
 
     def _load(self, query: Mapping[str, str]) -> None:
         version, owner, anew = (query.get(name, "") for name in ("version", "owner", "anew"))
@@ -260,16 +262,16 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _complete(self) -> None:
         try:
-            asked = messages.read_message(io.BufferedReader(_Body(self)))
+            message = messages.read_message(io.BufferedReader(_Body(self)))
         except messages.NONSENSE:
-            asked = None
-        if asked is None:
+            message = None
+        if message is None:
             self.send_error(HTTPStatus.BAD_REQUEST)
             return
         self.send_response(HTTPStatus.OK)
         self.send_header("Transfer-Encoding", "chunked")
         self.end_headers()
-        call = self._server.call(partial(self._server.complete, asked, self._say))
+        call = self._server.call(partial(self._server.complete, message, self._say))
         try:
             while not wait([call], _BEAT_SECONDS).done:
                 if not call.running() and not self._server.hangs:  # it waits for another call

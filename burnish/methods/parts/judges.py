@@ -138,7 +138,9 @@ def _judged(
         }
         objects = list(table.objects)
         for n, place in zip(
-            np.flatnonzero(table.held >= 0), table.held[table.held >= 0], strict=True
+            np.flatnonzero(table.object_index >= 0),
+            table.object_index[table.object_index >= 0],
+            strict=True,
         ):
             why = errors.get(int(n))
             rollout = objects[place]

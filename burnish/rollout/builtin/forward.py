@@ -62,8 +62,8 @@ class InferenceModel:
             adapter = Adapter(self.module, lora)
             self._fixed = adapter.base
             self._changing = adapter.weights
-        held = (*self._fixed, *self._changing)
-        self._tied_head = next((region for region in held if region.name in tied), None)
+        loaded = (*self._fixed, *self._changing)
+        self._tied_head = next((region for region in loaded if region.name in tied), None)
         self.module.requires_grad_(False).eval()
         for parameter in self.module.parameters():
             parameter.data = parameter.data.to(dtype)
@@ -94,9 +94,9 @@ class InferenceModel:
         """Free the weights until `load`, unless some are published only once; return whether they are free."""
         if self._fixed:
             return False
-        held = [parameter.untyped_storage() for parameter in self.module.parameters()]
-        sizes = {storage.data_ptr(): (storage, storage.nbytes()) for storage in held}
-        self._released = [each for each in sizes.values() if each[1]]
+        storages = [parameter.untyped_storage() for parameter in self.module.parameters()]
+        sizes = {storage.data_ptr(): (storage, storage.nbytes()) for storage in storages}
+        self._released = [(storage, size) for storage, size in sizes.values() if size]
         for storage, _ in self._released:
             storage.resize_(0)
         return True
@@ -107,13 +107,13 @@ class InferenceModel:
             storage.resize_(size)
         self._released = []
         if self._fixed and (weights.anew or not self._loaded):
-            self._gathered(weights.fixed, self._fixed, layout, None)
-        self._gather = self._gathered(weights.changing, self._changing, layout, self._gather)
+            self._load_parts(weights.fixed, self._fixed, layout, None)
+        self._gather = self._load_parts(weights.changing, self._changing, layout, self._gather)
         for product in self._products:
             product.refresh()
         self._loaded = True
 
-    def _gathered(
+    def _load_parts(
         self,
         shards: Iterable[Shard],
         parts: Sequence[Region],
@@ -121,41 +121,43 @@ class InferenceModel:
         gather: Gather | None,
     ) -> Gather | None:
         """Fill parts of the model; return the `Gather` for the next call."""
-        mine = list(model_shards(self.module, parts=parts))
+        targets = list(model_shards(self.module, parts=parts))
         if layout.world > 1:
             shards = list(shards)
-            specs = list(dict.fromkeys(shard.spec for shard in mine))
+            specs = list(dict.fromkeys(shard.spec for shard in targets))
             gather = gather or Gather(shards, specs, layout)
             shards = gather.run(shards)
-        _fill(mine, shards)
+        _fill(targets, shards)
         return gather
 
 
 @torch.no_grad()
-def _fill(mine: Sequence[Shard], pieces: Iterable[Shard]) -> None:
+def _fill(targets: Sequence[Shard], pieces: Iterable[Shard]) -> None:
     """Copy pieces into tensors. Raises `IncompatibleError` for another shape, `MissingError` for a missing piece."""
-    wanted: dict[str, list[Shard]] = {}
-    for shard in mine:
-        wanted.setdefault(shard.spec.name, []).append(shard)
-    left = {name: sum(shard.box.elements for shard in each) for name, each in wanted.items()}
+    by_name: dict[str, list[Shard]] = {}
+    for shard in targets:
+        by_name.setdefault(shard.spec.name, []).append(shard)
+    remaining = {
+        name: sum(shard.box.elements for shard in shards) for name, shards in by_name.items()
+    }
     for piece in pieces:
         name, shape, _ = piece.spec
-        for shard in wanted.get(name, ()):
+        for shard in by_name.get(name, ()):
             if shard.spec.shape != shape:
                 raise IncompatibleError(
-                    f"tensor {name} has different shapes",
+                    f"the new weights have another shape of {name} than the generator's model",
                     have=list(shape),
                     want=list(shard.spec.shape),
                 )
             common = intersect(piece.box, shard.box)
             if common is not None:
                 shard.part(common).copy_(piece.part(common))
-                left[name] -= common.elements
-    missing = [name for name, elements in left.items() if elements]
+                remaining[name] -= common.elements
+    missing = [name for name, elements in remaining.items() if elements]
     if missing:
         raise MissingError(
-            f"weights lack all or a part of {missing[0]}",
-            have=f"{len(missing)} tensors of {len(wanted)} are incomplete",
+            f"the new weights lack all or a part of {missing[0]}",
+            have=f"{len(missing)} tensors of {len(by_name)} are incomplete",
             want="every element of every tensor",
         )
 
@@ -253,14 +255,14 @@ class _Block:
         """Return attention of [T, hidden] before its output projection, [T, heads · head_dim]."""
         qkv = self._qkv(hidden).view(len(hidden), -1, self._head_dim)
         rotating, value = torch.split(qkv, [self._heads + self._kv_heads, self._kv_heads], dim=1)
-        rotating = self._rotated(rotating, rotation)
+        rotating = self._rotate(rotating, rotation)
         parts = (rotating[:, : self._heads], rotating[:, self._heads :], value)
         query, key, value = (part.transpose(0, 1)[None] for part in parts)
         softmax = Softmax(self._attention.scaling, self._attention.sliding_window)
         output = packing.attend(self._attention.layer_idx, (query, key, value), softmax)
         return output[0].flatten(1)
 
-    def _rotated(self, heads: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
+    def _rotate(self, heads: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
         query = self._attention.q_norm
         key = self._attention.k_norm
         if query is None or key is None:
@@ -277,16 +279,16 @@ class FusedLinear:
     def __init__(self, *layers: Any) -> None:
         """Make the layers' weights, biases and A views of joined tensors."""
         plain: list[nn.Linear] = [getattr(layer, "base_layer", layer) for layer in layers]
-        self._bias = None if plain[0].bias is None else _concatenated(plain, "bias")
-        self._weight = _concatenated(plain, "weight")
+        self._bias = None if plain[0].bias is None else _concatenate(plain, "bias")
+        self._weight = _concatenate(plain, "weight")
         columns = _ranges([part.out_features for part in plain])
-        own = [(c, x) for c, x in zip(columns, layers, strict=True) if hasattr(x, "lora_A")]
-        factors: list[nn.Linear] = [layer.lora_A["default"] for _, layer in own]
-        self._a = _concatenated(factors, "weight") if own else None
+        adapted = [(c, x) for c, x in zip(columns, layers, strict=True) if hasattr(x, "lora_A")]
+        factors: list[nn.Linear] = [layer.lora_A["default"] for _, layer in adapted]
+        self._a = _concatenate(factors, "weight") if adapted else None
         ranks = _ranges([a.out_features for a in factors])
-        self._wide = [
+        self._adapters = [
             (columns, rows, layer.lora_B["default"].weight, float(layer.scaling["default"]))
-            for (columns, layer), rows in zip(own, ranks, strict=True)
+            for (columns, layer), rows in zip(adapted, ranks, strict=True)
         ]
         self._reordered: Tensor | None = None
 
@@ -305,12 +307,12 @@ class FusedLinear:
             result = torch.ops.mkldnn._linear_pointwise(*parts, "none", [], "")
         if self._a is not None:
             narrow = linear(rows, self._a)
-            for columns, ranks, b, scale in self._wide:
+            for columns, ranks, b, scale in self._adapters:
                 result[:, columns].addmm_(narrow[:, ranks], b.t(), alpha=scale)
         return result
 
 
-def _concatenated(layers: Sequence[nn.Linear], name: str) -> Tensor:
+def _concatenate(layers: Sequence[nn.Linear], name: str) -> Tensor:
     """Join the layers' weights (or biases); theirs become views."""
     tensors = [part.get_parameter(name).detach() for part in layers]
     whole = torch.cat(tensors)

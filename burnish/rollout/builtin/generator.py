@@ -128,8 +128,10 @@ class BuiltinGenerator(LocalGenerator[SlotSequence]):
         decoding = Decoding(self._model, running, sampling, rule, slots)
         decoding.run(lambda: self._version or 0, watch)
 
-    def _logprobs(self, each: SlotSequence) -> tuple[Floats, Floats]:
-        return np.array(each.sampled_logprobs, np.float32), np.array(each.logprobs, np.float32)
+    def _logprobs(self, running: SlotSequence) -> tuple[Floats, Floats]:
+        return np.array(running.sampled_logprobs, np.float32), np.array(
+            running.logprobs, np.float32
+        )
 
     def load_weights(self, weights: Publication, version: int) -> None:
         """See `InferenceModel.load`."""
@@ -173,12 +175,12 @@ class BuiltinGenerator(LocalGenerator[SlotSequence]):
 
         Only powers of two, so that a restart computes the same bits.
         """
-        token, fixed = self._slot_bytes
+        per_token, fixed = self._slot_bytes
         device = self._model.device
-        here = self._layout.local_world if device.type == "cpu" else 1
-        room = _SHARE_OF_FREE_MEMORY * free_memory(device) / here
+        processes = self._layout.local_world if device.type == "cpu" else 1
+        room = _SHARE_OF_FREE_MEMORY * free_memory(device) / processes
         slots = MOST_SLOTS
-        while slots > 1 and slots * (length * token + fixed) > room:
+        while slots > 1 and slots * (length * per_token + fixed) > room:
             slots //= 2
         return slots
 
@@ -201,12 +203,12 @@ class Decoding:
         self._unread = deque(dict.fromkeys(sequence.prompt for sequence in sequences))
         slots = min(slots, len(self._waiting))
         longest = max((len(prompt.token_ids) for prompt in self._unread), default=0)
-        self._cache = _kind(model.device)(slots, longest, sampling.max_tokens)
-        self._read = 0
+        self._cache = _cache_class(model.device)(slots, longest, sampling.max_tokens)
+        self._prompts_read = 0
         self._slots: list[SlotSequence | None] = [None] * slots
         self._readbacks: deque[Any] = deque()
         """Drawn tokens on their way to the host: the arguments of `_append`."""
-        self._behind = steps_behind(model.device)
+        self._steps_behind = steps_behind(model.device)
         self._ended = 0
         self._version: Callable[[], int] = lambda: 0
         self._state = torch.zeros(4, slots, dtype=torch.int64, device=model.device)
@@ -228,12 +230,14 @@ class Decoding:
 
     def _refill(self) -> int:
         """Fill free slots and close gaps; return the number running."""
-        while self._waiting and (free := [i for i, held in enumerate(self._slots) if _free(held)]):
+        while self._waiting and (
+            free := [i for i, sequence in enumerate(self._slots) if _free(sequence)]
+        ):
             rows = free[: len(self._waiting)]
             self._start(rows, [self._waiting.popleft() for _ in rows])
-        self._slots = [None if _free(held) else held for held in self._slots]
-        running = sum(held is not None for held in self._slots)
-        gaps = [row for row, held in enumerate(self._slots[:running]) if held is None]
+        self._slots = [None if _free(sequence) else sequence for sequence in self._slots]
+        running = sum(sequence is not None for sequence in self._slots)
+        gaps = [row for row, sequence in enumerate(self._slots[:running]) if sequence is None]
         if gaps:
             late = [row for row in range(running, len(self._slots)) if self._slots[row] is not None]
             self._move(late, gaps)
@@ -241,7 +245,8 @@ class Decoding:
 
     def _move(self, sources: list[int], targets: list[int]) -> None:
         for source, target in zip(sources, targets, strict=True):
-            self._slots[target], self._slots[source] = self._slots[source], None
+            self._slots[target] = self._slots[source]
+            self._slots[source] = None
         rows_from = self._index(sources)
         rows_to = self._index(targets)
         self._cache.move(rows_from, rows_to)
@@ -253,16 +258,16 @@ class Decoding:
             by_chunk.setdefault(self._chunk_of(sequence.prompt), {})[row] = sequence
             self._slots[row] = sequence
         for chunk, by_row in by_chunk.items():
-            mine = list(by_row.values())
-            which = [sequence.prompt.index for sequence in mine]
-            for sequence in mine if chunk.experts else ():
+            chunk_sequences = list(by_row.values())
+            which = [sequence.prompt.index for sequence in chunk_sequences]
+            for sequence in chunk_sequences if chunk.experts else ():
                 sequence.experts.append(chunk.experts[sequence.prompt.index])
             index = self._index(list(by_row))
             self._cache.place(index, chunk.cache, which)
-            keys = self._index([sequence.key for sequence in mine])
-            counts = self._index([sequence.drawn for sequence in mine])
+            keys = self._index([sequence.key for sequence in chunk_sequences])
+            counts = self._index([sequence.drawn for sequence in chunk_sequences])
             drawn = self._draw(chunk.last[self._index(which)], keys, counts)
-            self._receive(mine, drawn)
+            self._receive(chunk_sequences, drawn)
             lengths = self._index([chunk.cache.lengths[prompt] for prompt in which])
             self._state[:, index] = torch.stack((drawn.tokens, lengths, keys, counts + 1))
         self._forget(sequences)
@@ -277,10 +282,10 @@ class Decoding:
     def _chunk_of(self, prompt: _SlotPrompt) -> _Chunk:
         if prompt.chunk is not None and prompt.chunk.version != self._version():
             waiting = dict.fromkeys([prompt, *(sequence.prompt for sequence in self._waiting)])
-            stale = [each for each in waiting if each.chunk is prompt.chunk]
+            stale = [unread for unread in waiting if unread.chunk is prompt.chunk]
             self._unread.extendleft(reversed(stale))
-            for each in stale:
-                each.chunk = None
+            for unread in stale:
+                unread.chunk = None
         while prompt.chunk is None:
             self._read_ahead()
         return prompt.chunk
@@ -296,8 +301,8 @@ class Decoding:
             room -= len(prompts[-1].token_ids)
         lengths = [len(prompt.token_ids) for prompt in prompts]
         device = self._model.device
-        cache = PromptCache(lengths, device, self._read)
-        self._read += len(prompts)
+        cache = PromptCache(lengths, device, self._prompts_read)
+        self._prompts_read += len(prompts)
         tokens = np.concatenate([prompt.token_ids for prompt in prompts])
         positions = torch.cat([torch.arange(length) for length in lengths])
         routing = self._routing()
@@ -310,16 +315,16 @@ class Decoding:
         ends = np.cumsum(lengths)
         experts = np.split(routing.record().cpu().numpy(), ends[:-1]) if routing else ()
         last = to_device(torch.from_numpy(ends - 1), device)
-        read = _Chunk(cache, hidden[last], experts, self._version())
+        chunk = _Chunk(cache, hidden[last], experts, self._version())
         for index, prompt in enumerate(prompts):
-            prompt.chunk = read
+            prompt.chunk = chunk
             prompt.index = index
 
     def _step(self, running: int) -> None:
-        sequences = [held for held in self._slots[:running] if held is not None]
+        sequences = [sequence for sequence in self._slots[:running] if sequence is not None]
         read = max(len(s.prompt.token_ids) + len(s.tokens) - s.drawn for s in sequences)
         # An accelerator is one step ahead of what Python has read, so a row may be longer than its tokens here say.
-        span = read + self._behind
+        span = read + self._steps_behind
         token, position, key, count = self._state[:, :running]
         routing = self._routing()
         cache = self._cache.step(position, span)
@@ -351,7 +356,7 @@ class Decoding:
         if copied is not None:
             copied.record()
         self._readbacks.append((tuple(sequences), parts, experts, copied, self._version()))
-        while len(self._readbacks) > self._behind:
+        while len(self._readbacks) > self._steps_behind:
             self._append(*self._readbacks.popleft())
 
     def _append(
@@ -369,15 +374,15 @@ class Decoding:
             raise not_finite()
         tokens, sampled, logprobs = (part.tolist() for part in parts)
         # Copied out of pinned memory, because completions keep them to their end.
-        made_by = None if experts is None else experts.numpy().copy()
+        routed = None if experts is None else experts.numpy().copy()
         now = time.time()
         for row, sequence in enumerate(sequences):
             if sequence.reason is not None:
                 continue
             sequence.sampled_logprobs.append(sampled[row])
             sequence.logprobs.append(logprobs[row])
-            if made_by is not None:
-                sequence.experts.append(made_by[row : row + 1])
+            if routed is not None:
+                sequence.experts.append(routed[row : row + 1])
             self._ended += sequence.take(tokens[row : row + 1], version, self._stop_rule, now)
 
     def _index(self, rows: Sequence[int]) -> Tensor:
@@ -389,7 +394,7 @@ def _free(slot: SlotSequence | None) -> bool:
     return slot is None or slot.reason is not None
 
 
-def _kind(device: torch.device) -> Callable[[int, int, int], SlotCache]:
+def _cache_class(device: torch.device) -> Callable[[int, int, int], SlotCache]:
     if has_matrix_units(device):
         return SlotCache
     from burnish.rollout.builtin.shared_cache import SharedCache

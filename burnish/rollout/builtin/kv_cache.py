@@ -63,9 +63,9 @@ class PromptCache:
             rows = to_device(self.rows(alike), hidden.device)
             cache = _cache_of(layer, [])
             output[rows] = mixer(hidden[0][rows], cache)
-            held = cache.layers[layer]
-            made = (held.conv_states[0], held.recurrent_states[0])
-            parts.append([part for part in made if part is not None])
+            layer_cache = cache.layers[layer]
+            states = (layer_cache.conv_states[0], layer_cache.recurrent_states[0])
+            parts.append([part for part in states if part is not None])
             order += alike
         back = to_device(torch.tensor(order).argsort(), hidden.device)
         self.states[layer] = [torch.cat(part)[back] for part in zip(*parts, strict=True)]
@@ -81,19 +81,20 @@ class PromptCache:
 
 def _cache_of(layer: int, states: States) -> Cache:
     """Return a cache for one call of a layer, which continues from `states`, if any, in place."""
-    held = LinearAttentionLayer()
-    for kept, known, state in zip(
-        (held.conv_states, held.recurrent_states),
-        (held.is_conv_states_initialized, held.is_recurrent_states_initialized),
+    layer_cache = LinearAttentionLayer()
+    for tensors, initialized, state in zip(
+        (layer_cache.conv_states, layer_cache.recurrent_states),
+        (layer_cache.is_conv_states_initialized, layer_cache.is_recurrent_states_initialized),
         states,
         strict=False,
     ):
-        kept[0], known[0] = state, True
+        tensors[0] = state
+        initialized[0] = True
     if states:
-        held.has_previous_state[0] = True
-        held.conv_kernel_size[0] = states[0].shape[-1]
+        layer_cache.has_previous_state[0] = True
+        layer_cache.conv_kernel_size[0] = states[0].shape[-1]
     # The layer looks up its part by its number.
-    return Cache(layers=[held] * (layer + 1))
+    return Cache(layers=[layer_cache] * (layer + 1))
 
 
 class RowStore:
@@ -114,36 +115,39 @@ class RowStore:
                     part.new_empty((0, len(part), 0, part.shape[2]), dtype=self._dtype)
                     for part in parts
                 ]
-        for held in self.layers.values():
-            for part, mine in enumerate(held):
-                old_rows, heads, old, width = mine.shape
+        for pair in self.layers.values():
+            for index, stored in enumerate(pair):
+                old_rows, heads, old, width = stored.shape
                 room = old
-                if length > old:  # an eighth more
+                if length > old:
+                    # An eighth more, because each growth copies the whole tensor.
                     room = max(length, min(old + max(_GRAIN, old // 8), self._longest))
                 if room > old or rows > old_rows:
                     # Zeros: masked positions are still multiplied by a weight of 0.
-                    held[part] = mine.new_zeros(max(rows, old_rows), heads, _rounded(room), width)
-                    held[part][:old_rows, :, :old] = mine
+                    pair[index] = stored.new_zeros(
+                        max(rows, old_rows), heads, _rounded(room), width
+                    )
+                    pair[index][:old_rows, :, :old] = stored
 
     def read(self, prompts: PromptCache, which: Sequence[int], rows: Tensor) -> None:
         """Copy prompts `which` to these rows."""
-        source = to_device(prompts.rows(which), rows.device)
-        for layer, held in self.layers.items():
-            for mine, theirs in zip(held, prompts.layers[layer], strict=True):
-                read = theirs[:, source].transpose(0, 1).to(mine.dtype)
-                mine[:, :, : source.shape[1]].index_copy_(0, rows, read)
+        positions = to_device(prompts.rows(which), rows.device)
+        for layer, pair in self.layers.items():
+            for stored, packed in zip(pair, prompts.layers[layer], strict=True):
+                copied = packed[:, positions].transpose(0, 1).to(stored.dtype)
+                stored[:, :, : positions.shape[1]].index_copy_(0, rows, copied)
 
     def append(self, layer: int, positions: Tensor, *latest: Tensor) -> None:
         """Write keys and values [1, kv_heads, n, head_dim] of one token to the first n rows."""
         rows = torch.arange(len(positions), device=positions.device)
-        for mine, each in zip(self.layers[layer], latest, strict=True):
-            mine[rows, :, positions] = each[0].transpose(0, 1).to(mine.dtype)
+        for stored, part in zip(self.layers[layer], latest, strict=True):
+            stored[rows, :, positions] = part[0].transpose(0, 1).to(stored.dtype)
 
     def move(self, sources: Tensor, targets: Tensor) -> None:
         """Copy rows `sources` over rows `targets`; no row is in both."""
-        for held in (*self.layers.values(), *self.states.values()):
-            for mine in held:
-                mine.index_copy_(0, targets, mine.index_select(0, sources))
+        for tensors in (*self.layers.values(), *self.states.values()):
+            for tensor in tensors:
+                tensor.index_copy_(0, targets, tensor.index_select(0, sources))
 
 
 def _rounded(length: int) -> int:
@@ -172,14 +176,14 @@ class SlotCache(RowStore):
 
     def start(self, prompts: PromptCache, which: Sequence[int], rows: Tensor) -> None:
         """Copy the states after prompts `which` to these rows."""
-        source = to_device(torch.tensor(which), rows.device)
+        prompt_rows = to_device(torch.tensor(which), rows.device)
         for layer, parts in prompts.states.items():
             if layer not in self.states:
                 self.states[layer] = [
                     part.new_zeros(self._slots, *part.shape[1:]) for part in parts
                 ]
-            for mine, theirs in zip(self.states[layer], parts, strict=True):
-                mine.index_copy_(0, rows, theirs.index_select(0, source))
+            for stored, state in zip(self.states[layer], parts, strict=True):
+                stored.index_copy_(0, rows, state.index_select(0, prompt_rows))
 
     def step(self, positions: Tensor, span: int) -> PackedAttention:
         """Begin a step of the first n rows, with tokens at `positions` [n] below `span`; other rows have ended."""
@@ -191,7 +195,8 @@ class SlotCache(RowStore):
 
     def attend(self, layer: int, parts: Heads, softmax: Softmax) -> Tensor:
         """Append token i to row i and attend to it."""
-        (query, key, value), running = parts, len(self._positions)
+        query, key, value = parts
+        running = len(self._positions)
         self.append(layer, self._positions, key, value)
         keys, values = (part[:running, :, : self._span] for part in self.layers[layer])
         bias = self._bias(softmax.window, keys.dtype)
@@ -201,8 +206,8 @@ class SlotCache(RowStore):
     def mix(self, layer: int, mixer: Mixer, hidden: Tensor) -> Tensor:
         """Continue row i with token i."""
         running = hidden.shape[1]
-        mine = [part[:running] for part in self.states[layer]]
-        return mixer(hidden.transpose(0, 1), _cache_of(layer, mine)).transpose(0, 1)
+        states = [part[:running] for part in self.states[layer]]
+        return mixer(hidden.transpose(0, 1), _cache_of(layer, states)).transpose(0, 1)
 
     def _bias(self, window: int | None, dtype: torch.dtype) -> Tensor:
         """Return the mask [n, 1, 1, columns]: 0 where visible, -inf elsewhere."""

@@ -93,20 +93,20 @@ def _invert(masses: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
 
     Never returns a token of mass 0.
     """
-    here = masses.device
-    summing = uniforms.device
-    missing = -masses.shape[-1] % _BLOCK
-    padded = functional.pad(masses, (0, missing)) if missing else masses
+    device = masses.device
+    sum_device = uniforms.device
+    padding = -masses.shape[-1] % _BLOCK
+    padded = functional.pad(masses, (0, padding)) if padding else masses
     blocks = padded.view(len(masses), -1, _BLOCK)
-    sums = blocks.sum(dim=-1).to(summing).double()
+    sums = blocks.sum(dim=-1).to(sum_device).double()
     upto = sums.cumsum(dim=-1)
     goal = uniforms[:, None] * upto[:, -1:]
     block = _first_above(upto, goal)
     goal -= (upto - sums).gather(1, block)
-    inside = blocks.gather(1, block.to(here)[..., None].expand(-1, -1, _BLOCK))[:, 0]
-    inner = inside.to(summing).double().cumsum(dim=-1)
-    found = (block * _BLOCK + _first_above(inner, goal)).clamp_(max=masses.shape[-1] - 1)
-    return found[:, 0].to(here), upto[:, -1].log().float().to(here)
+    inside = blocks.gather(1, block.to(device)[..., None].expand(-1, -1, _BLOCK))[:, 0]
+    inner = inside.to(sum_device).double().cumsum(dim=-1)
+    tokens = (block * _BLOCK + _first_above(inner, goal)).clamp_(max=masses.shape[-1] - 1)
+    return tokens[:, 0].to(device), upto[:, -1].log().float().to(device)
 
 
 def _first_above(running: Tensor, goal: Tensor) -> Tensor:

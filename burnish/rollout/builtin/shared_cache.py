@@ -72,7 +72,8 @@ class SharedCache(SlotCache):
 
     def attend(self, layer: int, parts: Heads, softmax: Softmax) -> Tensor:
         """Append token i to row i; attend to its prompt and that row."""
-        (query, key, value), groups = parts, self._groups
+        query, key, value = parts
+        groups = self._groups
         assert groups is not None  # a step has begun
         self.append(layer, self._positions, key, value)
         shared = [
@@ -100,8 +101,8 @@ class SharedCache(SlotCache):
         positions = self._positions[:, None]
         hidden = torch.cat((prompt >= lengths, own > positions), dim=-1)
         if window is not None:
-            at = torch.cat((prompt.expand(len(lengths), -1), own + lengths), dim=-1)
-            hidden |= lengths + positions - at >= window
+            absolute = torch.cat((prompt.expand(len(lengths), -1), own + lengths), dim=-1)
+            hidden |= lengths + positions - absolute >= window
         return hidden
 
     def _grouped(self, running: int) -> _Groups:
@@ -127,18 +128,18 @@ class _Groups:
     """Running completions by prompt: P prompts, at most m completions each."""
 
     def __init__(self, rows: Sequence[Sequence[int]], running: int, longest: int) -> None:
-        most = max(map(len, rows))
+        largest = max(map(len, rows))
         self.running = running
         self.longest = longest
         """Number of completions, and tokens of the longest prompt."""
         self.prompts = len(rows)
-        padded = [[*each, *[each[0]] * (most - len(each))] for each in rows]
+        padded = [[*members, *[members[0]] * (largest - len(members))] for members in rows]
         self.rows = torch.tensor(padded).flatten()
         """Row of each completion [P · m], padded with the prompt's first row."""
         self.places = torch.empty(running, dtype=torch.int64)
         """Index into `rows` of each running row [running]."""
-        for prompt, each in enumerate(rows):
-            self.places[list(each)] = torch.arange(len(each)) + prompt * most
+        for prompt, members in enumerate(rows):
+            self.places[list(members)] = torch.arange(len(members)) + prompt * largest
 
     def together(self, by_row: Tensor) -> Tensor:
         """Reshape [running, kv_heads, g, n] to [P · kv_heads, m · g, n]."""

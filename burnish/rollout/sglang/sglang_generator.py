@@ -87,7 +87,7 @@ class SglangGenerator(EngineGenerator):
         config.eos_token_id = None  # each request names its stop tokens
         share = round(_STATIC_SHARE * share_beside_trainer(device), 3) if self._sleeps else None
         with starting(f"SGLang {sglang.__version__}", config) as directory:
-            self._engine: Any = _launched(
+            self._engine: Any = _launch(
                 sglang.Engine,
                 model_path=directory,
                 load_format="dummy",
@@ -117,10 +117,10 @@ class SglangGenerator(EngineGenerator):
         if not running:
             return
         stream = self._stream(running, sampling)
-        left = {each.number: each for each in running}
+        pending = {request.number: request for request in running}
         try:
             for output in stream:
-                ended = self._take(output, left, rule)
+                ended = self._take(output, pending, rule)
                 if watch is not None:
                     watch(ended)
         finally:
@@ -128,8 +128,8 @@ class SglangGenerator(EngineGenerator):
             for _ in stream:  # until SGLang has dropped every request
                 pass
 
-    def _logprobs(self, each: EngineRequest) -> tuple[Floats, Floats]:
-        return self._worker.read_top_logprobs(each.reported, each.own, self._vocabulary)
+    def _logprobs(self, running: EngineRequest) -> tuple[Floats, Floats]:
+        return self._worker.read_top_logprobs(running.reported, running.own, self._vocabulary)
 
     def load_weights(self, weights: Publication, version: int) -> None:
         """Load all of a model's tensors, whole or in pieces.
@@ -191,14 +191,14 @@ class SglangGenerator(EngineGenerator):
         """Request completions; yield messages about each as it grows."""
         stop = {*self._eos_token_ids, *sampling.stop_token_ids}
         params = [
-            self._worker.custom_params(sampling, each.key, each.drawn, sorted(stop))
+            self._worker.custom_params(sampling, request.key, request.drawn, sorted(stop))
             | {"stream_interval": 1 if sampling.stop_strings else _CHUNK}
-            for each in running
+            for request in running
         ]
         return self._engine.generate(
-            input_ids=[each.prompt for each in running],
+            input_ids=[request.prompt for request in running],
             sampling_params=params,
-            rid=[each.number for each in running],
+            rid=[request.number for request in running],
             return_logprob=True,
             top_logprobs_num=self._worker.TOP,
             custom_logit_processor=self._processor,
@@ -209,72 +209,74 @@ class SglangGenerator(EngineGenerator):
         self, output: dict[str, Any], running: dict[str, EngineRequest], rule: StopRule
     ) -> int:
         """Append reported tokens; return 1 if they end a completion. Its last message removes it from `running`."""
-        told = output["meta_info"]
+        meta = output["meta_info"]
         ended = False
-        each = running[told["id"]]
-        finish = told["finish_reason"]
-        if each.reason is None:
-            each.reported = told.get("output_top_logprobs", ())
+        request = running[meta["id"]]
+        finish = meta["finish_reason"]
+        if request.reason is None:
+            request.reported = meta.get("output_top_logprobs", ())
             # SGLang's own lists grow, so they may hold more tokens than this message reports.
-            tokens = output["output_ids"][len(each.own) : told["completion_tokens"]]
-            ended = each.take(tokens, int(told["weight_version"]), rule, time.time())
+            tokens = output["output_ids"][len(request.own) : meta["completion_tokens"]]
+            ended = request.take(tokens, int(meta["weight_version"]), rule, time.time())
         if finish is not None:
-            if each.reason is None:
+            if request.reason is None:
                 raise BurnishError(
                     "SGLang ended a completion that is not complete",
                     have=finish,
                     want="the maximum length, or a token that ends it",
                     do="set rollout.engine=builtin",
                 )
-            spans = told.get("weight_versions") or [{"version": told["weight_version"], "start": 0}]
+            spans = meta.get("weight_versions") or [{"version": meta["weight_version"], "start": 0}]
             starts = [(int(span["version"]), int(span["start"])) for span in spans]
-            each.versions = [span for span in starts if span[1] < len(each.own)]
-            del running[each.number]
+            request.versions = [span for span in starts if span[1] < len(request.own)]
+            del running[request.number]
         elif ended:
-            self._call(self._manager.abort_request, each.number)
+            self._call(self._manager.abort_request, request.number)
         return int(ended)
 
-    def _update(self, tensors: Sequence[tuple[str, Tensor]], **how: str) -> None:
+    def _update(self, tensors: Sequence[tuple[str, Tensor]], **options: str) -> None:
         serialize = import_module("sglang.srt.utils").MultiprocessingSerializer.serialize
         update = self._messages.UpdateWeightsFromTensorReqInput(
             serialized_named_tensors=[serialize(tensors) for _ in range(self._tensor_parallel)],
             flush_cache=False,
-            **how,
+            **options,
         )
         self._require_success(self._run(self._manager.update_weights_from_tensor(update)))
 
     def _read_back(self, name: str, path: Path) -> Tensor | None:
         parent = name.rpartition(".")[0].rpartition(".")[0]
         near = {n: s.shape for n, s in self._specs.items() if n.startswith(parent)}
-        asked = {"name": name, "path": str(path), "shapes": near}
+        question = {"name": name, "path": str(path), "shapes": near}
         path.unlink(missing_ok=True)
-        self._update([(json.dumps(asked), torch.empty(0))], load_format=_READ_BACK)
+        self._update([(json.dumps(question), torch.empty(0))], load_format=_READ_BACK)
         return load_file(path)["tensor"] if path.exists() else None
 
     def _require_success(self, answer: tuple[bool, str]) -> None:
         if not answer[0]:
             raise IncompatibleError(
-                "SGLang does not take the weights", have=answer[1], do="report this model"
+                "SGLang refuses the new weights",
+                have=answer[1],
+                do="set rollout.engine=builtin, and report this model",
             )
 
     def _run(self, coroutine: Any) -> Any:
         return self._engine.loop.run_until_complete(coroutine)
 
-    def _call(self, function: Callable[..., None], *arguments: Any, **more: Any) -> None:
+    def _call(self, function: Callable[..., None], *arguments: Any, **keywords: Any) -> None:
         """Call a function in SGLang's event loop, which its sockets belong to."""
 
         async def call() -> None:
-            function(*arguments, **more)
+            function(*arguments, **keywords)
 
         self._run(call())
 
 
-def _launched(engine: Any, **options: Any) -> Any:
+def _launch(engine: Any, **options: Any) -> Any:
     """Start SGLang but keep the old SIGTERM handler, which SGLang replaces at its first call."""
     before = signal.getsignal(signal.SIGTERM)
-    made = engine(**options)
-    made.flush_cache()
+    launched = engine(**options)
+    launched.flush_cache()
     if threading.current_thread() is threading.main_thread():
-        made.loop.remove_signal_handler(signal.SIGTERM)
+        launched.loop.remove_signal_handler(signal.SIGTERM)
         signal.signal(signal.SIGTERM, before)
-    return made
+    return launched

@@ -51,12 +51,12 @@ class DrawingLogitProcessor(CustomLogitProcessor):
         """Draw a token for every row."""
         rows: dict[Sampling, list[int]] = {}
         numbers = []
-        for row, given in enumerate(custom_param_list or ()):
-            key, drawn, *settings = given[_ARGUMENT]
+        for row, params in enumerate(custom_param_list or ()):
+            key, drawn, *settings = params[_ARGUMENT]
             rows.setdefault(Sampling(1, *settings), []).append(row)
-            numbers.append((key, drawn + len(given["__req__"].output_ids)))
+            numbers.append((key, drawn + len(params["__req__"].output_ids)))
         keys, counts = torch.tensor(numbers, dtype=torch.int64).to(logits.device).unbind(-1)
-        groups = [(each, torch.tensor(own).to(logits.device)) for each, own in rows.items()]
+        groups = [(sampling, torch.tensor(own).to(logits.device)) for sampling, own in rows.items()]
         draw_groups(logits, groups, keys, counts, _leave_three)
         return logits
 
@@ -66,8 +66,8 @@ def _leave_three(logits: Tensor, drawn: Drawn) -> None:
     chosen = drawn.tokens[:, None]
     vocabulary = logits.shape[-1]
     logits.fill_(-torch.inf)
-    for distance, told in ((1, drawn.sampled_logprobs), (2, drawn.logprobs)):
-        coded = told[:, None].clamp(max=-_LEAST).nan_to_num(nan=-torch.inf) * _SCALE
+    for distance, logprobs in ((1, drawn.sampled_logprobs), (2, drawn.logprobs)):
+        coded = logprobs[:, None].clamp(max=-_LEAST).nan_to_num(nan=-torch.inf) * _SCALE
         logits.scatter_(1, (chosen + distance) % vocabulary, coded)
     logits.scatter_(1, chosen, 0.0)
 
@@ -78,9 +78,9 @@ def read_top_logprobs(
     """Return sampled and raw log-probs of `tokens` from SGLang's largest ones. Raises `BurnishError` for NaN."""
     table = np.zeros((len(tokens), 2), dtype=np.float32)
     for place, (token, largest) in enumerate(zip(tokens, reported, strict=False)):
-        told = {number: logprob for logprob, number, _ in largest}
+        logprob_of = {number: logprob for logprob, number, _ in largest}
         for column in (0, 1):
-            coded = told.get((token + column + 1) % vocabulary, -np.inf)
+            coded = logprob_of.get((token + column + 1) % vocabulary, -np.inf)
             if not coded > -1e30:
                 raise not_finite()
             table[place, column] = coded / _SCALE if coded < -_LEAST * _SCALE else 0
@@ -92,14 +92,14 @@ def write_parameters(model: Any, named_tensors: Sequence[tuple[str, Tensor]]) ->
 
     Each name is JSON: `name` in the checkpoint, `shapes` of the same module's tensors, and `path` to write to.
     """
-    for told, _ in named_tensors:
-        asked = json.loads(told)
-        held = _held(model, asked["name"], asked["shapes"])
-        if held is not None:
-            save_file({"tensor": held.detach().cpu().contiguous()}, Path(asked["path"]))
+    for question, _ in named_tensors:
+        fields = json.loads(question)
+        parameter = _find_parameter(model, fields["name"], fields["shapes"])
+        if parameter is not None:
+            save_file({"tensor": parameter.detach().cpu().contiguous()}, Path(fields["path"]))
 
 
-def _held(model: Any, name: str, shapes: Mapping[str, Sequence[int]]) -> Tensor | None:
+def _find_parameter(model: Any, name: str, shapes: Mapping[str, Sequence[int]]) -> Tensor | None:
     """Return a checkpoint's tensor, perhaps rows of a parameter; None if it cannot be found."""
     layer, _, kind = name.rpartition(".")
     parameters: dict[str, Tensor] = dict(model.named_parameters())

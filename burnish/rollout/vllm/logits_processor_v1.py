@@ -43,8 +43,8 @@ def request_params(sampling: Sampling, key: int, drawn: int) -> SamplingParams:
 
 def arguments_of(params: SamplingParams) -> tuple[int, int, Sampling] | None:
     """Return a request's key, drawn tokens and sampling; None if it is not Burnish's."""
-    given = (params.extra_args or {}).get(_ARGUMENT)
-    return given and (given[0], given[1], Sampling(1, *given[2:]))
+    arguments = (params.extra_args or {}).get(_ARGUMENT)
+    return arguments and (arguments[0], arguments[1], Sampling(1, *arguments[2:]))
 
 
 def read_draws(reported: Sequence[float], tokens: int) -> tuple[Floats, Floats]:
@@ -71,7 +71,7 @@ class DrawingProcessor(LogitsProcessor):
 
     def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
         self._device = device
-        self._held: dict[int, tuple[int, int, Sampling, list[int]]] = {}
+        self._requests: dict[int, tuple[int, int, Sampling, list[int]]] = {}
         """By row: key, tokens drawn before, sampling, and vLLM's own list of the tokens so far."""
         self._outputs: list[list[int]] = []
         self._drawn: list[int] = []
@@ -84,16 +84,20 @@ class DrawingProcessor(LogitsProcessor):
 
     def update_state(self, batch_update: BatchUpdate | None) -> None:
         """Follow requests as they come, go and move."""
-        if not process_dict_updates(self._held, batch_update, _held):
+        if not process_dict_updates(self._requests, batch_update, _request_of):
             return
         rows: dict[Sampling, list[int]] = {}
-        keys = [0] * (max(self._held, default=-1) + 1)
+        keys = [0] * (max(self._requests, default=-1) + 1)
         self._outputs = [[] for _ in keys]
         self._drawn = [0] * len(keys)
-        for row, (key, drawn, sampling, output) in self._held.items():
+        for row, (key, drawn, sampling, output) in self._requests.items():
             rows.setdefault(sampling, []).append(row)
-            keys[row], self._drawn[row], self._outputs[row] = key, drawn, output
-        self._groups = [(each, torch.tensor(own).to(self._device)) for each, own in rows.items()]
+            keys[row] = key
+            self._drawn[row] = drawn
+            self._outputs[row] = output
+        self._groups = [
+            (sampling, torch.tensor(own).to(self._device)) for sampling, own in rows.items()
+        ]
         self._keys = torch.tensor(keys, dtype=torch.int64).to(self._device)
 
     def apply(self, logits: Tensor) -> Tensor:
@@ -104,8 +108,8 @@ class DrawingProcessor(LogitsProcessor):
         return logits
 
 
-def _held(
+def _request_of(
     params: SamplingParams, _: list[int] | None, output: list[int]
 ) -> tuple[int, int, Sampling, list[int]] | None:
-    asked = arguments_of(params)
-    return None if asked is None else (*asked, output)
+    arguments = arguments_of(params)
+    return None if arguments is None else (*arguments, output)

@@ -32,11 +32,11 @@ class SlotDrawingProcessor(LogitsProcessor):
 
     def add_request(self, req_idx: int, sampling_params: SamplingParams) -> bool:
         """Record a request's key and sampling."""
-        asked = arguments_of(sampling_params)
+        arguments = arguments_of(sampling_params)
         self._kinds[req_idx] = -1
-        if asked is None:
+        if arguments is None:
             return False
-        self._keys[req_idx], self._drawn[req_idx], sampling = asked
+        self._keys[req_idx], self._drawn[req_idx], sampling = arguments
         if sampling not in self._samplings:
             self._samplings.append(sampling)
         self._kinds[req_idx] = self._samplings.index(sampling)

@@ -98,8 +98,8 @@ class VllmGenerator(EngineGenerator):
         self._has_cache = True
         """Whether vLLM's cache cannot hold a NaN, and whether the cache has memory."""
         slots = MOST_SLOTS if slots == "auto" else slots
-        vllm = _imported(device)
-        self._described: dict[str, Any] | None = None
+        vllm = _import_vllm(device)
+        self._peft_config: dict[str, Any] | None = None
         """PEFT's configuration of an adapter beside the model."""
         self._factors = dict[str, TensorSpec]()
         self._scale = 1.0
@@ -111,11 +111,11 @@ class VllmGenerator(EngineGenerator):
 
             targets = kinds_of(target_weights(self._meta_model, lora))
             self.require_adaptable(targets, hf_config, device, dtype)
-            self._described = peft_config(lora, targets).to_dict()
-            made = Adapter(self._meta_model, lora)
-            specs = [TensorSpec(each.name, each.shape, dtype) for each in made.weights]
+            self._peft_config = peft_config(lora, targets).to_dict()
+            adapter = Adapter(self._meta_model, lora)
+            specs = [TensorSpec(weight.name, weight.shape, dtype) for weight in adapter.weights]
             self._factors = {spec.name: spec for spec in specs}
-            self._scale = made.scale
+            self._scale = adapter.scale
         from burnish.rollout.vllm import logits_processor_v1, vllm_worker
 
         self._draws: Any = logits_processor_v1
@@ -143,8 +143,8 @@ class VllmGenerator(EngineGenerator):
                 options |= {"enforce_eager": True, "block_size": _CPU_BLOCK}
                 options["kv_cache_memory_bytes"] = self._cpu_cache(hf_config, dtype, slots)
             else:
-                most = share_beside_trainer(device) * free_memory(device) / total_memory(device)
-                options["gpu_memory_utilization"] = round(_DEVICE_SHARE * most, 3)
+                share = share_beside_trainer(device) * free_memory(device) / total_memory(device)
+                options["gpu_memory_utilization"] = round(_DEVICE_SHARE * share, 3)
                 options["enable_return_routed_experts"] = experts
             if lora is not None:
                 options |= {"enable_lora": True, "max_loras": 1, "lora_target_modules": targets}
@@ -159,22 +159,22 @@ class VllmGenerator(EngineGenerator):
     @staticmethod
     def require_supported(hf_config: PretrainedConfig, device: torch.device) -> None:
         """Import vLLM in a child process; raise `IncompatibleError` if vLLM does not fit."""
-        ask = f"from {__name__} import supported; print(*supported({device.type!r}))"
-        asked = subprocess.run(
-            [sys.executable, "-c", ask],
+        code = f"from {__name__} import supported; print(*supported({device.type!r}))"
+        child = subprocess.run(
+            [sys.executable, "-c", code],
             env=environ_of_child(),
             capture_output=True,
             text=True,
             check=False,
         )
-        if asked.returncode:
+        if child.returncode:
             raise IncompatibleError(
                 "vLLM cannot be used here",
-                have="\n".join(asked.stderr.split("\n")[-6:]),
+                have="\n".join(child.stderr.split("\n")[-6:]),
                 do=f"{install('vllm')}, or set rollout.engine=builtin",
             )
-        version, *known = asked.stdout.splitlines()[-1].split()
-        _require_class(with_architectures(hf_config), version, known)
+        version, *classes = child.stdout.splitlines()[-1].split()
+        _require_class(with_architectures(hf_config), version, classes)
 
     @staticmethod
     def require_adaptable(
@@ -192,7 +192,7 @@ class VllmGenerator(EngineGenerator):
                 do="set engine.precision=bf16 or model.lora.publish=merged",
             )
         mixture = bool(model_sizes(hf_config).experts)
-        if any("." in each for each in targets) or (mixture and device.type == "cpu"):
+        if any("." in target for target in targets) or (mixture and device.type == "cpu"):
             raise IncompatibleError(
                 "vLLM does not compute this adapter beside the model",
                 have=f"model.lora.targets: {', '.join(targets)}",
@@ -208,25 +208,25 @@ class VllmGenerator(EngineGenerator):
         watch: Watch | None,
     ) -> None:
         self._make_cache()
-        left = {each.number: each for each in running}
-        lora = self._worker.ADAPTER if self._described else None
+        pending = {request.number: request for request in running}
+        lora = self._worker.ADAPTER if self._peft_config else None
         try:
-            for each in running:
-                params = self._draws.request_params(sampling, each.key, each.drawn)
-                prompt = {"prompt_token_ids": each.prompt}
-                self._engine.add_request(each.number, prompt, params, lora_request=lora)
-            while left:
-                ended = self._step(left, rule, sampling.experts)
+            for request in running:
+                params = self._draws.request_params(sampling, request.key, request.drawn)
+                prompt = {"prompt_token_ids": request.prompt}
+                self._engine.add_request(request.number, prompt, params, lora_request=lora)
+            while pending:
+                ended = self._step(pending, rule, sampling.experts)
                 if watch is not None:
                     watch(ended)
         finally:
-            self._engine.abort_request(list(left))
+            self._engine.abort_request(list(pending))
 
-    def _logprobs(self, each: EngineRequest) -> tuple[Floats, Floats]:
+    def _logprobs(self, running: EngineRequest) -> tuple[Floats, Floats]:
         self._is_clean = False
-        found: tuple[Floats, Floats] = self._draws.read_draws(each.reported, len(each.own))
+        draws: tuple[Floats, Floats] = self._draws.read_draws(running.reported, len(running.own))
         self._is_clean = True
-        return found
+        return draws
 
     def load_weights(self, weights: Publication, version: int) -> None:
         """Load all tensors of a model or its adapter. Pass them by layer: vLLM copies incomplete layers.
@@ -236,7 +236,7 @@ class VllmGenerator(EngineGenerator):
         self._version = None
         if self._asleep:
             self._engine.wake_up(["weights"])
-        if self._described is None:
+        if self._peft_config is None:
             self._load_model(chain(weights.fixed, weights.changing))
         else:
             if weights.anew or not self._has_model:
@@ -244,7 +244,7 @@ class VllmGenerator(EngineGenerator):
                 self._load_model(weights.fixed)
                 self._has_model = True
             factors = dict(whole_tensors(weights.changing, self._factors))
-            self._load(self._worker.load_adapter, factors, self._described)
+            self._load(self._worker.load_adapter, factors, self._peft_config)
         self._asleep = False
         if not self._engine.reset_prefix_cache(reset_running_requests=True):
             problem = "vLLM keeps keys and values of the previous weights in its cache"
@@ -261,17 +261,17 @@ class VllmGenerator(EngineGenerator):
             self._is_clean = True
 
     def _load_model(self, shards: Iterable[Shard]) -> None:
-        wanted = self._load(self._worker.begin_load)
+        parameters = self._load(self._worker.begin_load)
         filled = set[str]()
         try:
             for wave in waves(whole_tensors(shards, self._specs)):
                 filled |= self._load(self._worker.load_some, wave)
         finally:
             self._load(self._worker.end_load)
-        if left := sorted(wanted - filled):
+        if empty := sorted(parameters - filled):
             raise IncompatibleError(
-                f"vLLM got no values for {left[0]}",
-                have=f"{len(left)} of its parameters without values",
+                f"vLLM got no values for {empty[0]}",
+                have=f"{len(empty)} of its parameters without values",
                 want="values for every parameter",
                 do="set rollout.engine=builtin",
             )
@@ -299,7 +299,7 @@ class VllmGenerator(EngineGenerator):
 
     def _sleep(self) -> None:
         self._has_cache = False
-        self._engine.sleep(level=1 if self._described else 2)
+        self._engine.sleep(level=1 if self._peft_config else 2)
 
     def close(self) -> None:
         """Stop vLLM and close its process groups, for good."""
@@ -315,11 +315,11 @@ class VllmGenerator(EngineGenerator):
         version = self._version or 0
         now = time.time()
         for output in outputs:
-            each = running[output.request_id]
-            made = output.outputs[0]
-            each.reported = made.logprobs.logprobs
-            if each.take(made.token_ids[len(each.own) :], version, rule, now):
-                ended[each.number] = made
+            request = running[output.request_id]
+            completion = output.outputs[0]
+            request.reported = completion.logprobs.logprobs
+            if request.take(completion.token_ids[len(request.own) :], version, rule, now):
+                ended[request.number] = completion
         if ended and experts:
             self._note_experts(ended, running)
         self._engine.abort_request(list(ended))
@@ -328,26 +328,29 @@ class VllmGenerator(EngineGenerator):
         return len(ended)
 
     def _note_experts(self, ended: Mapping[str, Any], running: Mapping[str, EngineRequest]) -> None:
-        ends = [running[name] for name in ended]
+        requests = [running[name] for name in ended]
         if not self._sleeps:
-            counts = {each.number: len(each.prompt) + len(each.own) - 1 for each in ends}
+            counts = {
+                request.number: len(request.prompt) + len(request.own) - 1 for request in requests
+            }
             rows = self._call(self._worker.read_experts, counts)[0]
         else:
-            rows = [self._routed(*each)[:, self._layers] for each in ended.items()]
-        for each, experts in zip(ends, rows, strict=True):
-            each.experts = [experts]
+            rows = [self._experts_of(*pair)[:, self._layers] for pair in ended.items()]
+        for request, experts in zip(requests, rows, strict=True):
+            request.experts = [experts]
 
-    def _routed(self, name: str, made: Any) -> Experts:
+    def _experts_of(self, name: str, completion: Any) -> Experts:
         """Return a request's experts, joined from chunks unless vLLM ended it."""
-        found: Any = made.routed_experts
-        if found is None:
+        experts: Any = completion.routed_experts
+        if experts is None:
             processor = self._engine.output_processor
             [inside] = processor.external_req_ids[name]
-            found = np.concatenate(processor.request_states[inside].routed_experts_chunks)
-        return found.astype(np.int16) if found.dtype == np.uint16 else found
+            experts = np.concatenate(processor.request_states[inside].routed_experts_chunks)
+        return experts.astype(np.int16) if experts.dtype == np.uint16 else experts
 
     def _load(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        with refusing("vLLM does not take the weights", IncompatibleError, do="report this model"):
+        do = "set rollout.engine=builtin, and report this model"
+        with refusing("vLLM refuses the new weights", IncompatibleError, do=do):
             return self._call(function, *arguments)[0]
 
     def _call(self, function: Callable[..., Any], *arguments: Any) -> Any:
@@ -373,7 +376,7 @@ def set_processor(engine: Any) -> None:
         engine.model_config.logits_processors = [PROCESSORS[1]]
 
 
-def _imported(device: torch.device) -> Any:
+def _import_vllm(device: torch.device) -> Any:
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     vllm = import_engine("vLLM", _OLDEST, _BEYOND)
@@ -382,7 +385,7 @@ def _imported(device: torch.device) -> Any:
         raise IncompatibleError(
             "this vLLM is built for another device",
             have=f"a build for {platform}",
-            want=device.type,
+            want=f"a build for {device.type}",
             do=f"install vLLM for {device.type}",
         )
     return vllm
@@ -390,7 +393,7 @@ def _imported(device: torch.device) -> Any:
 
 def supported(device: str) -> list[str]:
     """Return vLLM's version and the model classes that it has. Call it in its own process."""
-    vllm = _imported(torch.device(device))
+    vllm = _import_vllm(torch.device(device))
     return [vllm.__version__, *vllm.ModelRegistry.get_supported_archs()]
 
 

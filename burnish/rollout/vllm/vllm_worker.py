@@ -68,8 +68,8 @@ def _plain(names: Iterable[str]) -> frozenset[str]:
     return frozenset(name.replace(".base_layer.", ".") for name in names)
 
 
-def load_adapter(worker: Any, tensors: Mapping[str, Tensor], described: dict[str, Any]) -> None:
-    """Replace an adapter's tensors, named as PEFT does. `described` is PEFT's configuration."""
+def load_adapter(worker: Any, tensors: Mapping[str, Tensor], peft_config: dict[str, Any]) -> None:
+    """Replace an adapter's tensors, named as PEFT does. `peft_config` is PEFT's configuration."""
     manager = worker.model_runner.lora_manager
     model = worker.get_model()
     mapper = getattr(model, "hf_to_vllm_mapper", None)
@@ -81,7 +81,7 @@ def load_adapter(worker: Any, tensors: Mapping[str, Tensor], described: dict[str
     adapter = LoRAModel.from_lora_tensors(
         ADAPTER.lora_int_id,
         dict(tensors),
-        PEFTHelper.from_dict(described),
+        PEFTHelper.from_dict(peft_config),
         device="cpu",
         dtype=manager.lora_config.lora_dtype,
         weights_mapper=mapper,
@@ -98,8 +98,8 @@ def read_factor(worker: Any, name: str, scale: float) -> Tensor:
     """Return this rank's part of A, or of B divided by `scale`, as vLLM uses it."""
     module, part = _adapted(worker.get_model(), name)
     is_a = ".lora_A." in name
-    held: Tensor = (module.lora_a_stacked if is_a else module.lora_b_stacked)[part][0, 0]
-    return held if is_a else held / scale
+    factor: Tensor = (module.lora_a_stacked if is_a else module.lora_b_stacked)[part][0, 0]
+    return factor if is_a else factor / scale
 
 
 def _adapted(model: Any, name: str) -> tuple[Any, int]:
@@ -124,8 +124,8 @@ def end_load(worker: Any) -> None:
 
 def clear_cache(worker: Any) -> None:
     """Set all keys and values to 0, because 0 times NaN is NaN for a block's next owner."""
-    for held in worker.model_runner.kv_caches:
-        held.zero_()
+    for cache in worker.model_runner.kv_caches:
+        cache.zero_()
 
 
 def read_tensor(
@@ -138,15 +138,15 @@ def read_tensor(
     model = worker.get_model()
     ranks = worker.parallel_config.tensor_parallel_size
     # A layer with an adapter gets its wrapper's name. It comes after the wrapper, so it replaces the wrapper here.
-    modules = {n.replace(".base_layer", ""): each for n, each in model.named_modules()}
+    modules = {n.replace(".base_layer", ""): module for n, module in model.named_modules()}
     owner, _, kind = name.rpartition(".")
     before = []
     rows = []
     if head:
-        owner = next((n for n, each in modules.items() if isinstance(each, ParallelLMHead)), "")
+        owner = next((n for n, module in modules.items() if isinstance(module, ParallelLMHead)), "")
     elif expert := _EXPERT.fullmatch(name):
         inside = modules[expert[1]].modules() if expert[1] in modules else ()
-        experts = next((each for each in inside if hasattr(each, "w13_weight")), None)
+        experts = next((module for module in inside if hasattr(module, "w13_weight")), None)
         return experts and _expert(experts, int(expert[2]), expert[3], shapes[name], ranks)
     else:
         layer = owner
@@ -158,25 +158,25 @@ def read_tensor(
         return None  # each rank has a part of every joined tensor
     width = shapes[name][-1]
     dtype = worker.model_config.dtype
-    held: Tensor = _matrix(module, width, dtype) if kind == "weight" else getattr(module, kind)
+    tensor: Tensor = _matrix(module, width, dtype) if kind == "weight" else getattr(module, kind)
     if not rows:
-        return held
+        return tensor
     # not if ranks share key heads
     start = sum(before)
-    parted = len(held) == sum(rows)
-    return held[start : start + rows[len(before)]] if parted else None
+    parted = len(tensor) == sum(rows)
+    return tensor[start : start + rows[len(before)]] if parted else None
 
 
 def join_parts(parts: Sequence[Tensor | None], shape: tuple[int, ...]) -> Tensor | None:
     """Join the parts of vLLM's ranks: rows, columns, or copies."""
-    held = [part for part in parts if part is not None]
-    if len(held) < len(parts):
+    present = [part for part in parts if part is not None]
+    if len(present) < len(parts):
         return None
-    result = held[0]
+    result = present[0]
     if len(shape) > 1 and result.shape[-1] < shape[-1]:
-        result = torch.cat(held, dim=-1)
+        result = torch.cat(present, dim=-1)
     elif len(result) < shape[0]:
-        result = torch.cat(held)
+        result = torch.cat(present)
     return result[: shape[0]]
 
 
@@ -196,19 +196,19 @@ def _expert(
     module: Any, index: int, kind: str, shape: tuple[int, ...], ranks: int
 ) -> Tensor | None:
     down = kind in _DOWN
-    held: Tensor = (module.w2_weight if down else module.w13_weight)[index].detach()
+    matrix: Tensor = (module.w2_weight if down else module.w13_weight)[index].detach()
     method = module.quant_method
-    if held.device.type == "cpu":
+    if matrix.device.type == "cpu":
         isa = getattr(method.moe_kernel.fused_experts, "isa", None)
         if isa is None:
             return None
-        held = _unpacked(held, isa)
+        matrix = _unpacked(matrix, isa)
     elif method.unquantized_backend.name != "TRITON":  # other backends reorder experts' matrices
         return None
     if down:
-        return held[:, : shape[1] // ranks]
-    start = len(held) // 2 if kind in _SECOND else 0
-    return held[start : start + shape[0] // ranks]
+        return matrix[:, : shape[1] // ranks]
+    start = len(matrix) // 2 if kind in _SECOND else 0
+    return matrix[start : start + shape[0] // ranks]
 
 
 def _unpacked(packed: Tensor, isa: str) -> Tensor:
@@ -244,15 +244,15 @@ def read_experts(worker: Any, counts: Mapping[str, int]) -> list[Experts]:
     requests = worker.model_runner.requests
     size = _block_size(worker)
     blocks = {name.partition("-")[0]: each.block_ids[0] for name, each in requests.items()}
-    found = []
+    experts = []
     for name, count in counts.items():
-        held = np.array(blocks[name][: -(-count // size)])
-        slots = (held[:, None] * size + np.arange(size)).ravel()[:count]
-        if len(slots) < count or not held.all():
+        request_blocks = np.array(blocks[name][: -(-count // size)])
+        slots = (request_blocks[:, None] * size + np.arange(size)).ravel()[:count]
+        if len(slots) < count or not request_blocks.all():
             raise ValueError("vLLM does not keep all tokens of a completion")
         index = torch.from_numpy(slots)
-        found.append(torch.stack([column[index] for column in columns], dim=1).numpy())
-    return found
+        experts.append(torch.stack([column[index] for column in columns], dim=1).numpy())
+    return experts
 
 
 def _record(room: Tensor, chosen: Tensor) -> None:
@@ -272,6 +272,6 @@ def _block_size(worker: Any) -> int:
 
 
 def _routers(worker: Any) -> list[Any]:
-    runners = [each for each in worker.get_model().modules() if hasattr(each, "router")]
-    found = [each.router for each in runners if hasattr(each.router, "set_capture_fn")]
-    return list(dict.fromkeys(found))
+    runners = [runner for runner in worker.get_model().modules() if hasattr(runner, "router")]
+    routers = [runner.router for runner in runners if hasattr(runner.router, "set_capture_fn")]
+    return list(dict.fromkeys(routers))
