@@ -20,12 +20,12 @@ EPSILON = 1e-6
 
 def grpo(scored: ScoredRollouts) -> Array:
     """A_i = (r_i - mean) / (std + ε) (GRPO, arXiv 2402.03300, section 4.1.2)."""
-    return scored.in_rows(_standardised, scored.rewards)
+    return scored.in_rows(_standardise, scored.rewards)
 
 
 def dr_grpo(scored: ScoredRollouts) -> Array:
     """A_i = r_i - mean (Dr. GRPO, arXiv 2503.20783, section 3.2)."""
-    return scored.in_rows(_centred, scored.rewards)
+    return scored.in_rows(_centre, scored.rewards)
 
 
 def grpo_batch_std(scored: ScoredRollouts) -> Array:
@@ -40,7 +40,7 @@ def rloo(scored: ScoredRollouts) -> Array:
     def leave_one_out(rows: Array) -> Array:
         # r_i - (Σ r - r_i) / (n - 1) = (r_i - mean) · n / (n - 1)
         size = rows.shape[-1]
-        return _centred(rows) * size / max(size - 1, 1)
+        return _centre(rows) * size / max(size - 1, 1)
 
     return scored.in_rows(leave_one_out, scored.rewards)
 
@@ -95,12 +95,12 @@ def gdpo(scored: ScoredRollouts) -> Array:
     remainder = scored.rewards - sum(weighted.values(), np.zeros_like(scored.rewards))
     # Rounding alone would be standardised to advantages of about 1.
     remainder[np.abs(remainder) < 1e-9 * (1 + np.abs(scored.rewards))] = 0.0
-    total = scored.in_rows(_standardised, remainder)
+    total = scored.in_rows(_standardise, remainder)
     for name, values in scored.parts.items():
         there = np.flatnonzero(~np.isnan(values))
         judged = ScoredRollouts(values[there], scored.groups[there], scored.lengths[there])
         total[there] += scored.weights[name] * grpo(judged)
-    return _standardised(total)
+    return _standardise(total)
 
 
 def remax(scored: ScoredRollouts) -> Array:
@@ -155,17 +155,17 @@ def _all_equal(values: Array) -> npt.NDArray[np.bool_]:
     return (values == values[..., :1]).all(axis=-1, keepdims=True)
 
 
-def _centred(values: Array) -> Array:
+def _centre(values: Array) -> Array:
     """Subtract each row's mean; exactly 0 where all are equal, despite rounding."""
     if values.size == 0:
         return values
     return np.where(_all_equal(values), 0.0, values - values.mean(axis=-1, keepdims=True))
 
 
-def _standardised(values: Array) -> Array:
+def _standardise(values: Array) -> Array:
     """Subtract each row's mean and divide by its std; 0 where all are equal."""
     # Without deviations there is nothing to divide. In a group of one, variance would be 0 / 0.
-    centred = _centred(values)
+    centred = _centre(values)
     if not centred.any():
         return centred
     squares = np.square(centred).sum(axis=-1, keepdims=True)

@@ -106,11 +106,11 @@ def last_number(text: str, *, alone: bool = False) -> Fraction | None:
         window = text[max(last - size, 0) : last + _LONGEST]
         tokens = [
             (_KINDS.get(m.lastgroup or "", m.lastgroup or ""), m[0])
-            for m in _TOKEN.finditer(_unified(window))
+            for m in _TOKEN.finditer(_unify(window))
         ]
-        at = [index for index, (kind, _) in enumerate(tokens) if kind == "number"]
-        if at:
-            return _number_at(tokens, at[-1], alone)
+        numbers_at = [index for index, (kind, _) in enumerate(tokens) if kind == "number"]
+        if numbers_at:
+            return _number_at(tokens, numbers_at[-1], alone)
         if size >= last:
             break
         size *= 10
@@ -138,7 +138,7 @@ def _number_at(tokens: _Tokens, at: int, alone: bool) -> Fraction | None:
     return None if head is None else _value(_without_tail(head, after, alone))
 
 
-def _unified(text: str) -> str:
+def _unify(text: str) -> str:
     for character in _VULGAR:
         if character in text:
             value = Fraction(unicodedata.numeric(character)).limit_denominator(10)

@@ -54,7 +54,7 @@ class RewardFailures:
     def require_answer(self) -> None:
         """Raise `UsageError` if every completion of the run failed."""
         if self._last is not None and not self._is_answered:
-            raise _lost(self._last, "of the run", "an answer for some completions at least")
+            raise _lost_rewards(self._last, "of the run", "an answer for some completions at least")
 
 
 def require_rewards(table: RolloutTable, config: RewardConfig) -> None:
@@ -65,14 +65,14 @@ def require_rewards(table: RolloutTable, config: RewardConfig) -> None:
     setting = "reward.max_failed_share"
     most = count * share if config.on_error == "drop" else count - 1
     if failed > most:
-        raise _lost(table, "of a step", f"at most {100 * share:g} % ({setting})")
+        raise _lost_rewards(table, "of a step", f"at most {100 * share:g} % ({setting})")
 
 
 def _errors(table: RolloutTable) -> list[str]:
     return [str(table.kinds[number].error) for number in table.rows["kind"][table.failed].tolist()]
 
 
-def _lost(table: RolloutTable, of: str, want: str) -> LostRewards:
+def _lost_rewards(table: RolloutTable, of: str, want: str) -> LostRewards:
     failed = len(table.failed)
     count = len(table.owners)
     errors = _errors(table)

@@ -194,7 +194,7 @@ class RewardPool:
                 else islice(results, reward_call.size)
             )
         return [
-            self._scored(rollout, [column[i] for column in answers])
+            self._score_rollout(rollout, [column[i] for column in answers])
             for i, rollout in enumerate(rollouts)
         ]
 
@@ -218,7 +218,7 @@ class RewardPool:
                 ]
         return calls
 
-    def _scored(self, rollout: Rollout, answers: Sequence[Answer]) -> Rollout:
+    def _score_rollout(self, rollout: Rollout, answers: Sequence[Answer]) -> Rollout:
         answers = [self._without_secrets(answer) for answer in answers]
         reward = 0.0
         parts = {}
@@ -279,16 +279,16 @@ class RewardPool:
     def _run(self, calls: Sequence[_Call], check: Check) -> list[Answer]:
         """Return the workers' answers about all rollouts of the calls, in order; if `check` raises, kill all workers."""
         settings = self._config, self._moved, self._warned
-        under_way = _Round(calls, self._workers, *settings, self._signatures)
+        current = _Round(calls, self._workers, *settings, self._signatures)
         try:
-            while under_way.unanswered:
-                under_way.hand_out()
+            while current.unanswered:
+                current.hand_out()
                 check()
-                under_way.listen()
+                current.listen()
         except BaseException:
             self._end(0)  # the next round must not find late answers of this one
             raise
-        return under_way.answers
+        return current.answers
 
     def waits_for(self) -> str:
         """Return the function that runs longest, and its current line. For any thread."""

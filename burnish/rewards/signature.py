@@ -72,7 +72,7 @@ def read_signature(name: str, function: Callable[..., Any], kwargs: Mapping[str,
         parameters = inspect.signature(function).parameters.values()
     by_keyword = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     named = frozenset(p.name for p in by_keyword)
-    anything = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
     required = {p.name for p in by_keyword if p.default is p.empty} - kwargs.keys()
     positional = any(p.kind is p.POSITIONAL_ONLY and p.default is p.empty for p in parameters)
     trl = "completions" in named
@@ -87,7 +87,7 @@ def read_signature(name: str, function: Callable[..., Any], kwargs: Mapping[str,
             if unmet
             else "name its parameters like that",
         )
-    for key in () if anything else sorted(kwargs.keys() - named):
+    for key in () if takes_any else sorted(kwargs.keys() - named):
         raise UsageError(
             f"the reward function {name!r} takes no argument {key!r}",
             have=f"reward.functions kwargs {sorted(kwargs)}",
@@ -100,7 +100,7 @@ def read_signature(name: str, function: Callable[..., Any], kwargs: Mapping[str,
     declared = (function, type(function).__call__)  # an instance is async if its __call__ is
     return Signature(
         style="trl" if trl else "verl",
-        accepts=None if anything else named,
+        accepts=None if takes_any else named,
         columns=frozenset(required - _TRL_ARGUMENTS) if trl else frozenset(),
         is_async=any(map(inspect.iscoroutinefunction, declared)),
     )
@@ -110,10 +110,12 @@ def arguments(
     signature: Signature, kwargs: Mapping[str, Any], rollouts: Sequence[Rollout]
 ) -> dict[str, Any]:
     """Return the keyword arguments of one call about `rollouts`; `kwargs` override others."""
-    known = _trl(rollouts) if signature.style == "trl" else _verl(*rollouts)
-    known |= kwargs
+    keywords = _trl(rollouts) if signature.style == "trl" else _verl(*rollouts)
+    keywords |= kwargs
     accepts = signature.accepts
-    return known if accepts is None else {key: known[key] for key in known.keys() & accepts}
+    return (
+        keywords if accepts is None else {key: keywords[key] for key in keywords.keys() & accepts}
+    )
 
 
 def _trl(rollouts: Sequence[Rollout]) -> dict[str, Any]:

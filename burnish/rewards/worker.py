@@ -27,7 +27,7 @@ from burnish.rewards.signature import (
     read_signature,
 )
 
-Asked = tuple[int, Mapping[str, Any], int]
+NumberedCall = tuple[int, Mapping[str, Any], int]
 """A call: its number, its keyword arguments, and how many rollouts it is about."""
 
 
@@ -61,8 +61,8 @@ def main(descriptor: int, parent: int, stack: int) -> None:
             function = functions[index]
             style = signatures[index].style
             if signatures[index].is_async:
-                places = asyncio.Semaphore(concurrency)
-                runner.run(_concurrently(function, style, bundle, places, timeout, connection))
+                slots = asyncio.Semaphore(concurrency)
+                runner.run(_concurrently(function, style, bundle, slots, timeout, connection))
                 continue
             for number, arguments, count in bundle:
                 try:
@@ -77,15 +77,15 @@ def main(descriptor: int, parent: int, stack: int) -> None:
 async def _concurrently(
     function: Callable[..., Any],
     style: Style,
-    bundle: Sequence[Asked],
-    places: asyncio.Semaphore,
+    bundle: Sequence[NumberedCall],
+    slots: asyncio.Semaphore,
     timeout: float,
     connection: Connection[Any, Any],
 ) -> None:
     """Make calls in order; a late one yields to the next, even if it resists cancelling."""
 
     async def answer(number: int, arguments: Mapping[str, Any], count: int) -> None:
-        async with places:
+        async with slots:
             task = asyncio.create_task(call_async(function, style, arguments, count))
             done, _ = await asyncio.wait([task], timeout=timeout)
             task.cancel()

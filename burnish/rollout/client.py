@@ -178,9 +178,9 @@ class Server:
         try:
             yield
         except _FAILURES as error:
-            raise self._lost(f"{type(error).__name__}: {error}") from error
+            raise self._lost_error(f"{type(error).__name__}: {error}") from error
 
-    def _lost(self, why: str) -> ServerLost:
+    def _lost_error(self, why: str) -> ServerLost:
         """Return the error, without the token, which a server could send back."""
         return ServerLost(
             f"{self.url}: {clipped(why.replace(self._token, '***'), _WHY_CHARACTERS)}"
@@ -200,7 +200,7 @@ class Server:
         answer = connection.getresponse()
         if answer.status != 200:
             answer.close()
-            raise self._lost(f"answers {answer.status} {answer.reason}")
+            raise self._lost_error(f"answers {answer.status} {answer.reason}")
         return cast(PacedResponse, answer)
 
     def next(self, answer: PacedResponse) -> messages.Message:
@@ -208,12 +208,12 @@ class Server:
         answer.expect_message()
         message = messages.read_message(cast(BinaryIO, answer))
         if message is None:
-            raise self._lost("ended without an answer")
+            raise self._lost_error("ended without an answer")
         error = messages.error_of(message.fields)
         if error is not None:
             raise error
         if "failed" in message.fields:
-            raise self._lost(f"it failed: {message.fields['failed']}")
+            raise self._lost_error(f"it failed: {message.fields['failed']}")
         return message
 
 

@@ -47,7 +47,7 @@ class _TransientError(Exception):
     """A failure after which a retry may succeed: the reason, and the seconds to wait if they are known."""
 
 
-def _sent(message: Message) -> Message:
+def _api_message(message: Message) -> Message:
     """Return a message as the API takes it: with arguments of calls as JSON text."""
     if not message.get("tool_calls"):
         return message
@@ -187,7 +187,7 @@ class EndpointGenerator(Generator):
         except (ValueError, LookupError, TypeError, RecursionError) as error:
             raise BurnishError(
                 f"the endpoint {self._url.geturl()} sends an answer that Burnish cannot read",
-                have=self._quoted(content.decode(errors="replace")),
+                have=self._quote(content.decode(errors="replace")),
                 want="choices with a text and a finish_reason, as OpenAI's API has them",
                 do="correct rollout.url",
             ) from error
@@ -217,10 +217,14 @@ class EndpointGenerator(Generator):
         tools = tools_of(dict(prompt.columns), f"row {prompt.index + 1}")
         optional = {"tools": tools, "chat_template_kwargs": self._variables}
         chat_fields = {name: value for name, value in optional.items() if value}
-        return {**body, "messages": [_sent(message) for message in prompt.messages], **chat_fields}
+        return {
+            **body,
+            "messages": [_api_message(message) for message in prompt.messages],
+            **chat_fields,
+        }
 
     def _refusal(self, status: int, reason: str, content: bytes, wait: str | None) -> Exception:
-        quoted = self._quoted(f"{status} {reason}: {content.decode(errors='replace')}")
+        quoted = self._quote(f"{status} {reason}: {content.decode(errors='replace')}")
         if status in _BUSY or status >= 500:
             seconds = (wait or "").strip()
             return _TransientError(quoted, float(seconds) if seconds.isdecimal() else None)
@@ -236,7 +240,7 @@ class EndpointGenerator(Generator):
             do=remedies.get(status, "correct the setting that the endpoint names"),
         )
 
-    def _quoted(self, text: str) -> str:
+    def _quote(self, text: str) -> str:
         """Return the beginning of what the endpoint says, without the key, which it may repeat."""
         return clipped(text.replace(self._key, "***") if self._key else text)
 

@@ -87,7 +87,7 @@ def load_adapter(worker: Any, tensors: Mapping[str, Tensor], peft_config: dict[s
         weights_mapper=mapper,
     )
     for name in tensors:
-        if not hasattr(_adapted(model, name)[0], "lora_a_stacked"):
+        if not hasattr(_adapter_of(model, name)[0], "lora_a_stacked"):
             raise ValueError(f"vLLM has no place for {name}")
     manager.remove_adapter(adapter.id)
     manager._adapter_manager.add_adapter(adapter)
@@ -96,13 +96,13 @@ def load_adapter(worker: Any, tensors: Mapping[str, Tensor], peft_config: dict[s
 
 def read_factor(worker: Any, name: str, scale: float) -> Tensor:
     """Return this rank's part of A, or of B divided by `scale`, as vLLM uses it."""
-    module, part = _adapted(worker.get_model(), name)
+    module, part = _adapter_of(worker.get_model(), name)
     is_a = ".lora_A." in name
     factor: Tensor = (module.lora_a_stacked if is_a else module.lora_b_stacked)[part][0, 0]
     return factor if is_a else factor / scale
 
 
-def _adapted(model: Any, name: str) -> tuple[Any, int]:
+def _adapter_of(model: Any, name: str) -> tuple[Any, int]:
     """Return the wrapper with an adapter's A or B, and its index there."""
     modules = dict(model.named_modules())
     layer = name.removeprefix(ADAPTER_PREFIX)
@@ -202,7 +202,7 @@ def _expert(
         isa = getattr(method.moe_kernel.fused_experts, "isa", None)
         if isa is None:
             return None
-        matrix = _unpacked(matrix, isa)
+        matrix = _unpack(matrix, isa)
     elif method.unquantized_backend.name != "TRITON":  # other backends reorder experts' matrices
         return None
     if down:
@@ -211,7 +211,7 @@ def _expert(
     return matrix[start : start + shape[0] // ranks]
 
 
-def _unpacked(packed: Tensor, isa: str) -> Tensor:
+def _unpack(packed: Tensor, isa: str) -> Tensor:
     """Undo vLLM's packing of an expert's matrix: packed element indices show the order."""
     pack = import_module("vllm._custom_ops").cpu_prepack_moe_weight
     places = torch.arange(packed.numel(), dtype=torch.int32).view(1, *packed.shape, 1)
