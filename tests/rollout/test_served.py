@@ -965,7 +965,7 @@ def test_weights_are_read_as_they_were_sent(
 
 @given(st.binary(max_size=200))
 def test_nothing_else_is_raised_for_bytes_that_are_no_message(data: bytes) -> None:
-    for read in (messages.read, lambda stream: list(messages.read_shards(stream))):
+    for read in (messages.read_message, lambda stream: list(messages.read_shards(stream))):
         try:
             read(BytesIO(data))
         except messages.NONSENSE:
