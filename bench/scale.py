@@ -550,7 +550,7 @@ def held_by(table: RolloutTable, ranks: npt.NDArray[np.int64]) -> RolloutTable:
         )
         for asked, size in zip(table.prompt_lengths[mine], table.lengths[mine], strict=True)
     ]
-    return replace(table, owners=ranks, object_index=held, objects=objects)
+    return replace(table, owners=ranks, places=held, objects=objects)
 
 
 def completion(size: int) -> Completion:

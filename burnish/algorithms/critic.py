@@ -109,18 +109,16 @@ def value_loss_fn(kind: AggregationKind, clip: float | None, max_response_length
         returns = torch.where(mask, micro.given("returns"), 0.0)
         values = torch.where(mask, outputs.values, 0.0)
         losses = (values - returns).square() / 2
-        is_clipped = torch.zeros_like(mask)
+        cut = torch.zeros_like(mask)
         if clip is not None:
             old = torch.where(mask, micro.given("old_values"), 0.0)
             moved = values - old
             clipped = (old + moved.clamp(-clip, clip) - returns).square() / 2
-            is_clipped = (moved.abs() > clip) & (
-                clipped > losses
-            )  # the first term excludes rounding
+            cut = (moved.abs() > clip) & (clipped > losses)  # the first term excludes rounding
             losses = torch.maximum(losses, clipped)
         loss = aggregate(losses)
         return loss, Stats(
-            vf_loss=aggregate.mean_of(loss), vf_clipfrac=Mean((is_clipped & mask).sum(), mask.sum())
+            vf_loss=aggregate.mean_of(loss), vf_clipfrac=Mean((cut & mask).sum(), mask.sum())
         )
 
     return value_loss

@@ -73,21 +73,15 @@ def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
 
 def _section(function: Callable[..., Any], parameter: inspect.Parameter) -> type[Section] | None:
     """Return the class of settings that annotates a parameter, or None."""
-    annotation = parameter.annotation
-    if isinstance(
-        annotation, str
-    ):  # `from __future__ import annotations` makes every annotation a text
+    kind = parameter.annotation
+    if isinstance(kind, str):  # `from __future__ import annotations` makes every annotation a text
         names = getattr(inspect.unwrap(function), "__globals__", {})
         try:
-            annotation = attrgetter(annotation)(SimpleNamespace(**names))
+            kind = attrgetter(kind)(SimpleNamespace(**names))
         except AttributeError:
             return None
-    is_own = (
-        isinstance(annotation, type)
-        and issubclass(annotation, Section)
-        and annotation is not AlgorithmConfig
-    )
-    return annotation if is_own else None
+    is_own = isinstance(kind, type) and issubclass(kind, Section) and kind is not AlgorithmConfig
+    return kind if is_own else None
 
 
 def _misfit(

@@ -55,7 +55,7 @@ class RolloutTable:
     kinds: Sequence[RolloutKind]
     owners: Column
     """[N] the rank that has the whole rollout; -1: all ranks have it."""
-    object_index: Column
+    places: Column
     """[N] index in `objects`; -1: this rank has only the rollout's numbers."""
     objects: Sequence[Rollout] = ()
 
@@ -120,7 +120,7 @@ class RolloutTable:
         owners = np.repeat(np.arange(len(counts)), counts)
         places = np.full(len(owners), -1)
         if own is not None:
-            places[np.isin(owners, own.owners[:1])] = own.object_index
+            places[np.isin(owners, own.owners[:1])] = own.places
         return cls(
             prompts,
             np.repeat(np.arange(len(prompts)), prompts["count"]),
@@ -139,12 +139,12 @@ class RolloutTable:
         if len(filled) == 1:
             return filled[0]
         starts = np.cumsum([0, *(len(table.objects) for table in filled)])[:-1]
-        places = np.concatenate([table.object_index for table in filled])
-        starts = np.repeat(starts, [len(table.object_index) for table in filled])
+        places = np.concatenate([table.places for table in filled])
+        starts = np.repeat(starts, [len(table.places) for table in filled])
         return replace(
             cls.gathered([table.encoded() for table in filled]),
             owners=np.concatenate([table.owners for table in filled]),
-            object_index=np.where(places < 0, -1, places + starts),
+            places=np.where(places < 0, -1, places + starts),
             objects=[rollout for table in filled for rollout in table.objects],
         )
 
@@ -189,7 +189,7 @@ class RolloutTable:
         if (self.sizes != width).any():
             width = 1
             numbers = np.arange(sizes.sum()) + np.repeat(ends[chosen] - sizes.cumsum(), sizes)
-        columns = (*self.rows.values(), self.owners, self.object_index)
+        columns = (*self.rows.values(), self.owners, self.places)
         chosen_columns = [
             column.reshape(-1, width).take(numbers, axis=0).ravel() for column in columns
         ]
@@ -199,7 +199,7 @@ class RolloutTable:
             groups=np.repeat(np.arange(len(chosen)), sizes),
             rows=dict(zip(self.rows, chosen_columns[:-2], strict=True)),
             owners=chosen_columns[-2],
-            object_index=chosen_columns[-1],
+            places=chosen_columns[-1],
         )
 
     def with_rewards(self, rewards: Column, greedy: Column | None = None) -> RolloutTable:
@@ -328,7 +328,7 @@ class RolloutTable:
         length = row["length"]
         greedy = row.get("greedy", nan)
         kind = self.kinds[row["kind"]]
-        place = self.object_index[number]
+        place = self.places[number]
         owner = self.owners[number]
         known: dict[str, Any] = {
             "reward": row["reward"],
@@ -360,7 +360,7 @@ class RolloutTable:
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle only the numbers."""
         numbers = self.prompts, self.groups, self.rows, self.prompt_kinds, self.kinds, self.owners
-        return RolloutTable, (*numbers, np.full_like(self.object_index, -1))
+        return RolloutTable, (*numbers, np.full_like(self.places, -1))
 
     def __len__(self) -> int:
         return len(self.prompts)

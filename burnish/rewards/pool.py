@@ -179,19 +179,13 @@ class RewardPool:
         # A user's function runs in a worker, which is killed and started again if it hangs or dies. Only functions that cannot
         # take long run here (`LOCAL`).
         calls = self._calls(rollouts)
-        remote = [
-            reward_call
-            for reward_call in calls
-            if self._local_function(reward_call.function) is None
-        ]
+        remote = [job for job in calls if self._local_function(job.function) is None]
         results = iter(self._run(remote, check) if remote else [])
         answers: list[list[Answer]] = [[] for _ in self._signatures]
-        for reward_call in calls:
-            local = self._local_function(reward_call.function)
-            answers[reward_call.function] += (
-                call(local, "verl", reward_call.arguments, 1)
-                if local
-                else islice(results, reward_call.size)
+        for job in calls:
+            local = self._local_function(job.function)
+            answers[job.function] += (
+                call(local, "verl", job.arguments, 1) if local else islice(results, job.size)
             )
         return [
             self._score_rollout(rollout, [column[i] for column in answers])
@@ -335,10 +329,8 @@ class _Round:
         signatures: Sequence[Signature] = (),
     ) -> None:
         """`warned` has the warnings that were logged."""
-        starts = np.cumsum([0, *(reward_call.size for reward_call in calls)]).tolist()
-        self._calls = [
-            reward_call._replace(place=p) for reward_call, p in zip(calls, starts, strict=False)
-        ]
+        starts = np.cumsum([0, *(job.size for job in calls)]).tolist()
+        self._calls = [job._replace(place=p) for job, p in zip(calls, starts, strict=False)]
         self._workers = workers
         self._config = config
         self._moved = moved
@@ -357,9 +349,9 @@ class _Round:
         """By function: processes that ended since its last answer, without those whose calls are divided."""
         self._imports_lost = 0
         bundles: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
-        for number, reward_call in enumerate(calls):
-            together = signatures[reward_call.function].is_async
-            bundles[reward_call.function, -1 if together else number].append(number)
+        for number, job in enumerate(calls):
+            together = signatures[job.function].is_async
+            bundles[job.function, -1 if together else number].append(number)
         # Shuffled, so that hanging calls, such as all samples of one prompt, do not come in a row.
         rng = random.Random(0)
         mixed = [rng.sample(bundle, len(bundle)) for bundle in bundles.values()]

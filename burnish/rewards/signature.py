@@ -110,12 +110,10 @@ def arguments(
     signature: Signature, kwargs: Mapping[str, Any], rollouts: Sequence[Rollout]
 ) -> dict[str, Any]:
     """Return the keyword arguments of one call about `rollouts`; `kwargs` override others."""
-    keywords = _trl(rollouts) if signature.style == "trl" else _verl(*rollouts)
-    keywords |= kwargs
+    values = _trl(rollouts) if signature.style == "trl" else _verl(*rollouts)
+    values |= kwargs
     accepts = signature.accepts
-    return (
-        keywords if accepts is None else {key: keywords[key] for key in keywords.keys() & accepts}
-    )
+    return values if accepts is None else {key: values[key] for key in values.keys() & accepts}
 
 
 def _trl(rollouts: Sequence[Rollout]) -> dict[str, Any]:

@@ -301,17 +301,12 @@ class ServedGenerator(Generator):
             try:
                 # A server that was lost meanwhile may lack the newest weights.
                 while not errors and server not in self._lost and (share := next_of(shares) or []):
-                    share_requests = [requests[number] for number in share]
+                    batch = [requests[number] for number in share]
                     groups = server.complete(
-                        share_requests,
-                        sampling,
-                        version,
-                        progress,
-                        self._owner,
-                        in_flight=self._in_flight,
+                        batch, sampling, version, progress, self._owner, in_flight=self._in_flight
                     )
                     completions.update(zip(share, groups, strict=True))
-                    ended = zip(share_requests, groups, strict=True)
+                    ended = zip(batch, groups, strict=True)
                     self._ended.extend(RunningRequest(sampling, *each) for each in ended)
             except ServerLost as error:
                 # Servers with weights in flight share the queue, so another one takes it at once.

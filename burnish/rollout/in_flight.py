@@ -79,9 +79,7 @@ class PartialCompletions:
     def forget(self, step: int) -> None:
         """Forget completions for steps before `step`."""
         with self._lock:
-            self._known = {
-                key: completion for key, completion in self._known.items() if key.step >= step
-            }
+            self._known = {key: each for key, each in self._known.items() if key.step >= step}
 
     def _remaining(self, request: Request, keys: Sequence[SampleKey]) -> Iterator[Request]:
         begun = [self._known.get(key) for key in keys]

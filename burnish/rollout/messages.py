@@ -126,16 +126,10 @@ def encode_requests(
 ) -> Parts:
     """Encode requests for completions by a version of `owner`'s weights, `in_flight` also by later ones."""
     rows = [
-        [
-            request.prompt_key,
-            len(request.token_ids),
-            request.samples,
-            request.first_sample,
-            request.drawn,
-        ]
-        for request in requests
+        [each.prompt_key, len(each.token_ids), each.samples, each.first_sample, each.drawn]
+        for each in requests
     ]
-    ids = np.concatenate([np.zeros(0, np.int64), *(request.token_ids for request in requests)])
+    ids = np.concatenate([np.zeros(0, np.int64), *(each.token_ids for each in requests)])
     fields = {
         "version": version,
         "owner": owner,

@@ -24,11 +24,7 @@ def on_main(table: RolloutTable, layout: Layout) -> RolloutTable:
     everything = range(len(table.owners))
     with arriving(table, everything, everything, layout) as incoming:
         whole = [rollout for _, rollout in incoming]
-    return (
-        replace(table, objects=whole, object_index=np.arange(len(whole)))
-        if layout.is_main
-        else table
-    )
+    return replace(table, objects=whole, places=np.arange(len(whole))) if layout.is_main else table
 
 
 @contextmanager

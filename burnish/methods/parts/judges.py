@@ -138,9 +138,7 @@ def _judged(
         }
         objects = list(table.objects)
         for n, place in zip(
-            np.flatnonzero(table.object_index >= 0),
-            table.object_index[table.object_index >= 0],
-            strict=True,
+            np.flatnonzero(table.places >= 0), table.places[table.places >= 0], strict=True
         ):
             why = errors.get(int(n))
             rollout = objects[place]

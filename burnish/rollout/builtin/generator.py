@@ -230,14 +230,12 @@ class Decoding:
 
     def _refill(self) -> int:
         """Fill free slots and close gaps; return the number running."""
-        while self._waiting and (
-            free := [i for i, sequence in enumerate(self._slots) if _free(sequence)]
-        ):
+        while self._waiting and (free := [i for i, slot in enumerate(self._slots) if _free(slot)]):
             rows = free[: len(self._waiting)]
             self._start(rows, [self._waiting.popleft() for _ in rows])
-        self._slots = [None if _free(sequence) else sequence for sequence in self._slots]
-        running = sum(sequence is not None for sequence in self._slots)
-        gaps = [row for row, sequence in enumerate(self._slots[:running]) if sequence is None]
+        self._slots = [None if _free(slot) else slot for slot in self._slots]
+        running = sum(slot is not None for slot in self._slots)
+        gaps = [row for row, slot in enumerate(self._slots[:running]) if slot is None]
         if gaps:
             late = [row for row in range(running, len(self._slots)) if self._slots[row] is not None]
             self._move(late, gaps)
