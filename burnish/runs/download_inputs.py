@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
@@ -76,41 +75,65 @@ def local_inputs(
 
 
 def _copy_all(
-    values: Mapping[str, Any], watch: Watch | None, *, trains: bool, only_small: bool
+    values: dict[str, Any], watch: Watch | None, *, trains: bool, only_small: bool
 ) -> None:
-    model = values["model"]
+    """Copy what `values`, a configuration, names, and put paths into its place."""
+    if only_small and is_elsewhere(values["model"]["path"]):
+        _replace_model(values["model"], watch)
+    _copy_models(values, watch, trains=trains, only_small=only_small)
+    _copy_single_files(values, watch)
+    # Streamed data is read from where it lies, and an evaluation reads no training data.
+    copies_train = trains and not values["data"]["streaming"]
+    for name in ("train", "validation") if copies_train else ("validation",):
+        _copy_data(values["data"], name, watch, only_small=only_small)
+
+
+def _replace_model(model: dict[str, Any], watch: Watch | None) -> None:
+    """Copy config.json and tokenizer alone, and make the model a fresh one."""
+    folder = local_directory(model["path"], watch, weights=False)
+    model |= {"path": None, "fresh": str(folder / "config.json"), "lora": {}}
+    model["tokenizer"] = model["tokenizer"] or str(folder)
+
+
+def _copy_models(
+    values: dict[str, Any], watch: Watch | None, *, trains: bool, only_small: bool
+) -> None:
     has_weights = trains or values["rollout"]["engine"] != "openai"
-    if only_small and is_elsewhere(model["path"]):
-        folder = local_directory(model["path"], watch, weights=False)
-        model |= {"path": None, "fresh": str(folder / "config.json"), "lora": {}}
-        model["tokenizer"] = model["tokenizer"] or str(folder)
     for section, key, kind, setting in hub_entries(values):
         is_beside = setting in ("critic.path", "reward.models")
-        stays = (is_beside and only_small) or (setting == "critic.path" and not trains)
+        is_unused = setting == "critic.path" and not trains
+        stays = is_unused or (is_beside and only_small)
         if kind == "model" and not stays and is_elsewhere(section.get(key)):
             if setting == "reward.models":  # keep the name: the copy's directory has another one
                 section["name"] = RewardModelConfig(**section).part_name
             section[key] = str(local_directory(section[key], watch, weights=has_weights))
+
+
+def _copy_single_files(values: dict[str, Any], watch: Watch | None) -> None:
+    """Copy a chat template, the config.json of a fresh model, and files of reward functions."""
+    model = values["model"]
     for setting in ("chat_template", "fresh"):
         if isinstance(model[setting], str) and is_url(model[setting]):
             model[setting] = str(_file(model[setting], watch))
-    for each in values["reward"]["functions"]:
-        file, colon, name = each["function"].rpartition(":")
+    for reward in values["reward"]["functions"]:
+        file, colon, name = reward["function"].rpartition(":")
         if file.endswith(".py") and is_url(file):
-            each["function"] = f"{_file(file, watch)}{colon}{name}"
-    data = values["data"]
-    names = ("train", "validation") if trains and not data["streaming"] else ("validation",)
-    for name in names:
-        entries, data[name] = data[name], []
-        for entry in entries:
-            files = _data(entry, f"data.{name}", watch, only_small=only_small)
-            if name == "train" and data["weights"] and len(files) > 1:
-                raise UsageError(
-                    f"data.weights cannot weigh {entry}, which is {len(files)} files",
-                    want="remote entries of one file each",
-                    do="copy it to a directory of this machine, and name that in data.train",
-                )
-            data[name] += files
+            reward["function"] = f"{_file(file, watch)}{colon}{name}"
+
+
+def _copy_data(data: dict[str, Any], name: str, watch: Watch | None, *, only_small: bool) -> None:
+    """Copy the entries of `data.train` or `data.validation`; each becomes the paths of its files."""
+    entries = data[name]
+    data[name] = []
+    for entry in entries:
+        files = _data(entry, f"data.{name}", watch, only_small=only_small)
+        if name == "train" and data["weights"] and len(files) > 1:
+            raise UsageError(
+                f"data.weights cannot weigh {entry}, which is {len(files)} files",
+                want="remote entries of one file each",
+                do="copy it to a directory of this machine, and name that in data.train",
+            )
+        data[name] += files
 
 
 def _data(entry: str, setting: str, watch: Watch | None, *, only_small: bool) -> list[str]:

@@ -85,6 +85,7 @@ def open_run(
         background_timeout=config.distributed.timeout_seconds if settings.background else None,
     )
     with catch_signals(layout) as stopper, ExitStack() as stack:
+        # Ranks with different settings would soon wait in different collectives, and for ever.
         same_on_all_ranks(repr(config), "the configuration", layout)
         stack.enter_context(checkpoints)
         mirror: Destination | None = None
@@ -106,44 +107,70 @@ def open_run(
             progress,
             Intact(layout, progress),
         )
+        # The lease is taken, so nobody else changes the directory meanwhile. The claim, which writes into it, comes last.
         with agree(layout):
             require_own_directory(directory, RunIdentity(method.name, config))
             if layout.is_main:
                 _require_extensions(config)
-                try:
+                with _explaining_full_disk(directory):
                     _claim(session)
-                except OSError as error:
-                    if error.errno not in _FULL:
-                        raise
-                    raise UsageError(
-                        f"there is no room for the run's files in {directory.root}",
-                        have=error,
-                        do="free some space there, and start the same command again: it continues from the newest checkpoint",
-                    ) from error
-        from burnish.tracking import logs
-
-        path = directory.logs / f"rank-{layout.rank}.log"
-        stack.enter_context(logs.rank_log(path, layout.rank, spans, config.tracking.log_format))
-        chosen = config.tracking.profile_steps
-        if chosen or device.type == "cuda":
-            from burnish.tracking.profiles import profiling
-
-            with_torch = config.tracking.torch_profiler
-            path = directory.profiles
-            stack.enter_context(profiling(path, layout.rank, spans, chosen, with_torch=with_torch))
-        if config.tracking.allocations:
-            from burnish.runs import out_of_memory
-
-            stack.enter_context(out_of_memory.recording_allocations(device))
-        try:
+        _open_records(session, stack)
+        with _explaining_out_of_memory(session):
             yield session
-        except RuntimeError as error:  # torch.OutOfMemoryError is one
-            from burnish.runs.out_of_memory import explained
 
-            better = explained(error, session)
-            if better is None:
-                raise
-            raise better from error
+
+@contextmanager
+def _explaining_full_disk(directory: RunDirectory) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in _FULL:
+            raise
+        raise UsageError(
+            f"there is no room for the run's files in {directory.root}",
+            have=error,
+            do="free some space there, and start the same command again: it continues from the newest checkpoint",
+        ) from error
+
+
+def _open_records(session: Session, stack: ExitStack) -> None:
+    """Open this rank's log and what its settings ask for: profiles, and the history of allocations."""
+    from burnish.tracking import logs
+
+    directory = session.directory
+    rank = session.layout.rank
+    settings = session.config.tracking
+    log_path = directory.logs / f"rank-{rank}.log"
+    stack.enter_context(logs.rank_log(log_path, rank, session.spans, settings.log_format))
+    if settings.profile_steps or session.device.type == "cuda":
+        from burnish.tracking.profiles import profiling
+
+        stack.enter_context(
+            profiling(
+                directory.profiles,
+                rank,
+                session.spans,
+                settings.profile_steps,
+                with_torch=settings.torch_profiler,
+            )
+        )
+    if settings.allocations:
+        from burnish.runs import out_of_memory
+
+        stack.enter_context(out_of_memory.recording_allocations(session.device))
+
+
+@contextmanager
+def _explaining_out_of_memory(session: Session) -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:  # torch.OutOfMemoryError is one
+        from burnish.runs.out_of_memory import explained
+
+        better = explained(error, session)
+        if better is None:
+            raise
+        raise better from error
 
 
 def _require_extensions(config: RunConfig) -> None:

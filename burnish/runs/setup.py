@@ -14,7 +14,14 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from burnish.boxes.shards import ShardSource, renamed
 from burnish.checkpoint.save import ModelContents
-from burnish.config.schema import DataConfig, EngineConfig, ModelConfig, OptimConfig, RunConfig
+from burnish.config.schema import (
+    DataConfig,
+    EngineConfig,
+    ModelConfig,
+    OptimConfig,
+    RolloutConfig,
+    RunConfig,
+)
 from burnish.data.loader import MEASURED, Loader, MeasuredLoader, MixedLoader
 from burnish.data.sources import Rows, load_rows
 from burnish.data.tasks import ItemSequence, Mixture, PromptDataset
@@ -187,18 +194,16 @@ def lay_foundation(
     making.require_fitting(hf_config, config.engine, config.model.adapter)
     layout = layout or Layout()
     device = device or torch.device("cpu")
-    tuned = config.model.adapter
-    generates = config.reward.given
-    rollout = config.rollout
-    sampling = Sampling(
-        rollout.max_response_length,
-        temperature=rollout.temperature,
-        top_k=rollout.top_k,
-        top_p=rollout.top_p,
-        min_p=rollout.min_p,
+    # What costs milliseconds came first. The proof takes seconds, once for each model. Weights are read after it.
+    prove_model(
+        hf_config,
+        layout,
+        device,
+        lora=config.model.adapter,
+        generates=config.reward.given,
+        sampling=_proved_sampling(config.rollout),
+        engine=config.engine,
     )
-    how = {"lora": tuned, "generates": generates, "sampling": sampling, "engine": config.engine}
-    prove_model(hf_config, layout, device, **how)
     if config.algorithm.router_replay != "none":
         from burnish.models import routing
 
@@ -209,7 +214,6 @@ def lay_foundation(
         from burnish.check import composite_proof
 
         composite_proof.prove_composite(composite, hf_config, layout)
-    origin = given.path if given and given.path != config.model.path else None
     source: ShardSource = base
     adapter: dict[str, Any] | None = None
     if config.model.adapter:
@@ -223,8 +227,13 @@ def lay_foundation(
         composite = within(composite, config.model, hf_config)
         if layout.is_main:
             warn_of_unadapted(config.model.adapter, hf_config)
+        # A checkpoint names the model where anybody finds it, and not its copy on this machine.
+        origin = given.path if given and given.path != config.model.path else None
         adapter = adapter_record(config.model, hf_config, origin)
         source = first_adapter(config.model, hf_config, adapter, config.seed, composite)
+        if config.model.adapter_beside:
+            _require_adaptable(config, adapter["targets"], hf_config, device)
+    template = single_template(tokenizer, config.data.chat_template_name)
     foundation = Foundation(
         config,
         tokenizer,
@@ -234,22 +243,32 @@ def lay_foundation(
         source,
         base,
         adapter,
-        eos_token_ids(
-            single_template(tokenizer, config.data.chat_template_name),
-            hf_config,
-            generation_config(hf_config),
-        ),
+        eos_token_ids(template, hf_config, generation_config(hf_config)),
         count_flops(hf_config),
         composite,
         card,
     )
-    if adapter is not None and config.model.adapter_beside:
-        dtype = compute_dtype(config.engine)
-        generator = GENERATORS.load(
-            config.rollout.engine, "rollout.engine", config.generator_options
-        )
-        generator.require_adaptable(adapter["targets"], hf_config, device, dtype)
+    # Written once now, so that what cannot be written ends the run here and not at its first save.
     return foundation if given is None else with_assets(foundation)
+
+
+def _proved_sampling(rollout: RolloutConfig) -> Sampling:
+    """Return what the proof draws with: the run's filters, without its stops."""
+    return Sampling(
+        rollout.max_response_length,
+        temperature=rollout.temperature,
+        top_k=rollout.top_k,
+        top_p=rollout.top_p,
+        min_p=rollout.min_p,
+    )
+
+
+def _require_adaptable(
+    config: RunConfig, targets: Sequence[str], hf_config: PretrainedConfig, device: torch.device
+) -> None:
+    """Raise `IncompatibleError` if the generator cannot hold the adapter beside the model."""
+    generator = GENERATORS.load(config.rollout.engine, "rollout.engine", config.generator_options)
+    generator.require_adaptable(targets, hf_config, device, compute_dtype(config.engine))
 
 
 def model_tokenizer(
