@@ -30,7 +30,7 @@ MOST_DOUBLED_CLASSES = 0
 MOST_DOUBLED_MODULES = 0
 MOST_LINES_OF_A_FILE = 900
 MOST_LOADED_LINES = 31_200
-"""Lines of our modules that a plain run may load. The goal is 24,000; docs/decisions/0001-house.md says what is in its way."""
+"""Lines of our modules that a plain run may load, without comments, which are to be plentiful. The goal is 24,000; docs/decisions/0001-house.md says what is in its way."""
 OPTIONS = (
     "burnish.algorithms.critic",
     "burnish.algorithms.token_selection",
@@ -111,7 +111,8 @@ assert main(["rl", "rl.yaml", sys.argv[1]]) == 0
 files = {name: getattr(module, "__file__", None) for name, module in sys.modules.items()}
 ours = {name: file for name, file in files.items() if file and name.partition(".")[0] == "burnish"}
 Path("loaded.json").write_text(json.dumps({
-    name: Path(file).read_text().count("\\n") for name, file in ours.items()
+    name: sum(not line.lstrip().startswith("#") for line in Path(file).read_text().splitlines())
+    for name, file in ours.items()
 }))
 """
 """A run of two steps in a process of its own, which writes the lines of each module that it has loaded."""
