@@ -14,6 +14,7 @@ __all__ = [
     "Generator",
     "Method",
     "OfflineMethod",
+    "RL",
     "Section",
     "Tracker",
     "__version__",
@@ -41,6 +42,10 @@ def __getattr__(name: str) -> object:
         from burnish.method import Method
 
         return Method
+    if name == "RL":
+        from burnish.methods.rl import RL
+
+        return RL
     if name == "OfflineMethod":
         from burnish.methods.offline import OfflineMethod
 

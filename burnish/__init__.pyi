@@ -9,6 +9,7 @@ from burnish.engines.base import Engine as Engine
 from burnish.errors import BurnishError as BurnishError
 from burnish.method import Method as Method
 from burnish.methods.offline import OfflineMethod as OfflineMethod
+from burnish.methods.rl import RL as RL
 from burnish.rollout.base import Generator as Generator
 from burnish.tracking.trackers import Tracker as Tracker
 

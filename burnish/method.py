@@ -18,8 +18,8 @@ from burnish.config.constraints import (
     unread,
     validation_notices,
 )
-from burnish.config.schema import RunConfig, Section
-from burnish.errors import BurnishError, refusing
+from burnish.config.schema import FormulaConfig, RunConfig, Section
+from burnish.errors import BurnishError
 
 if TYPE_CHECKING:
     import torch
@@ -63,19 +63,16 @@ class Method(ABC):
 
     def settings(self, config: RunConfig) -> Any:
         """Return its own settings. Raises `UsageError` for unknown keys and wrong values."""
-        known = ", ".join(self.Settings.model_fields) or "none"
-        with refusing(
-            f"method does not fit {type(self).__name__}",
-            want=f"its settings: {known}",
-            do="correct the section method",
-        ):
-            return self.Settings.model_validate(config.method)
+        from burnish.algorithms.own_settings import own_settings
+
+        named = FormulaConfig.model_construct(name=self.source or self.name, **config.method)
+        return own_settings(named, self.Settings, "method")
 
     def named(self, config: RunConfig) -> RunConfig:
-        """Return the configuration with the run's name, by default the model's and this method's."""
-        if config.name is not None:
-            return config
-        return config.model_copy(update={"name": f"{config.run_name}-{self.name}"})
+        """Return the configuration with the run's name, by default the model's and this method's, and all of its own settings."""
+        name = config.name or f"{config.run_name}-{self.name}"
+        settings = self.settings(config).model_dump()
+        return config.model_copy(update={"name": name, "method": settings})
 
     # Before a run, without torch.
 

@@ -128,6 +128,7 @@ CYCLES = [
         "burnish.methods.parts.validation",
         "burnish.methods.sft",
     },
+    {"burnish.methods.parts.online_training", "burnish.methods.rl"},
     {"burnish.methods.parts.generators", "burnish.methods.parts.serve"},
 ]
 """Modules that reach each other, some inside a function. No other may."""

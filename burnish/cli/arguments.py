@@ -395,9 +395,12 @@ def make_parser() -> ArgumentParser:
         for argument in arguments.split():
             if argument in _POSITIONAL:
                 destination, how = _POSITIONAL[argument]
+                shown = argument
                 if argument == "KIND":
-                    how = {**how, "choices": [n for n, m in METHODS.items() if m.trains]}
-                command.add_argument(destination, metavar=argument, **how)
+                    trainers = [name for name, method in METHODS.items() if method.trains]
+                    how = {**how, "choices": trainers}
+                    shown = "|".join(trainers)
+                command.add_argument(destination, metavar=shown, **how)
                 continue
             options = argument.split("|")
             exclusive = command.add_mutually_exclusive_group() if len(options) > 1 else command

@@ -35,7 +35,7 @@ def dry_run(args: Namespace, method: Method, config: RunConfig, run_dir: Path | 
         plan_for = partial(planner_of, config, method)
         memory = fit(plan_for, target) if method.trains else None
         paragraphs = (
-            f"burnish {method.name} is ready to run",
+            f"burnish {' '.join(method.command)} is ready to run",
             summary(config, method, world, run_dir, memory),
             *(f"note: {notice}" for notice in notices),
             "No weights were loaded, and nothing was written to the run's directory. To run it:",

@@ -22,7 +22,10 @@ def supervise(args: Namespace, method: Method) -> None:
     """Start the command on several processes, here or on a Ray cluster. Start all again when one dies."""
     world = args.processes
     if args.dry_run:
-        raise UsageError("a dry run starts no processes", do="give --devices 8xNAME instead")
+        raise UsageError(
+            "a dry run starts no processes",
+            do="name the devices instead, such as --devices 2xCPU or --devices 8xH100-80G",
+        )
     if "RANK" in os.environ or "WORLD_SIZE" in os.environ:
         raise UsageError(
             "torchrun has started this process, so it cannot start the run's processes",

@@ -24,7 +24,9 @@ if TYPE_CHECKING:
 
     from burnish.data.tasks import PromptDataset
     from burnish.distributed.layout import Layout
+    from burnish.engines.base import LossFn
     from burnish.plan.model import Workload
+    from burnish.records.rollout_table import RolloutTable
     from burnish.rewards.pool import RewardPool
     from burnish.runs.setup import Foundation, TextFoundation
     from burnish.tracking.progress import Progress
@@ -118,6 +120,21 @@ class RL(Method):
         from burnish.runs.setup import prompt_dataset
 
         return prompt_dataset(foundation, paths, setting, first, pool, progress)
+
+    # A step.
+
+    def select(self, config: RunConfig, groups: RolloutTable) -> RolloutTable:
+        """Return a step's rollouts, with the reward NaN where the update shall not learn from one.
+
+        Every rank has the rewards of all rollouts, and must choose the same.
+        """
+        return groups
+
+    def loss(self, config: RunConfig) -> LossFn:
+        """Return the loss of a micro-batch."""
+        from burnish.algorithms.loss import policy_loss_fn
+
+        return policy_loss_fn(config.algorithm, config.rollout.max_response_length)
 
     def run(
         self, config: RunConfig, layout: Layout, device: torch.device, run_dir: Path | None = None

@@ -164,7 +164,7 @@ class Fingerprints:
         if self.formula != before.formula:
             raise IncompatibleError(
                 f"{where} was trained with another formula",
-                have="a function of algorithm.advantage or algorithm.policy_loss with other content",
+                have="other content in the file of the method, or of a function of algorithm.advantage or algorithm.policy_loss",
                 want="the file that the run began with",
                 do="restore the file, or begin another run with name=NAME",
             )

@@ -6,6 +6,7 @@ import json
 import re
 import signal
 from collections.abc import Mapping
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from support.runs.training_files import (
     make_files,
     metrics,
     ranks,
+    rollouts,
     write_rows,
 )
 from torch.nn.functional import log_softmax, logsigmoid
@@ -98,8 +100,9 @@ def trained_by_torch(start: Path) -> tuple[dict[str, torch.Tensor], list[float]]
     return dict(model.state_dict()), losses
 
 
-def model_of(run: Path) -> dict[str, torch.Tensor]:
-    return load_file(run / "checkpoints" / f"step-{STEPS:08d}" / "model" / "model.safetensors")
+def load_model(run: Path, step: int = STEPS) -> dict[str, torch.Tensor]:
+    path = run / "checkpoints" / f"step-{step:08d}" / "model" / "model.safetensors"
+    return {name: tensor.float() for name, tensor in load_file(path).items()}
 
 
 def near(found: Mapping[str, Any], wanted: Mapping[str, Any], tolerance: float) -> None:
@@ -120,9 +123,9 @@ def test_it_is_dpo_on_one_process_and_two(work: Path) -> None:
     rows = metrics(alone)
     np.testing.assert_allclose([row["train/dpo_loss"] for row in rows], losses, rtol=1e-5)
     assert rows[0]["train/accuracy"] == 0.0  # no margin before the first step
-    near(model_of(alone), wanted, 2e-5)
+    near(load_model(alone), wanted, 2e-5)
     both = done(work, *RUN, *begun, "name=both", world=2)
-    near(model_of(both), model_of(alone), 2e-5)
+    near(load_model(both), load_model(alone), 2e-5)
     assert (work / "runs/both/environment.json").read_text().count('"dpo"') == 1
 
 
@@ -202,3 +205,22 @@ def test_what_is_no_method_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert good.command == ["run", "mine.py:Good"]
     assert load_method("rl").command == ["rl"]
     assert issubclass(package.OfflineMethod, package.Method)
+
+
+def test_rejection_sampling_learns_from_the_best_alone(work: Path) -> None:
+    found = re.search(r'^```python title="rejection.py"\n(.*?)^```', GUIDE.read_text(), re.M | re.S)
+    assert found is not None
+    (work / "rejection.py").write_text(found[1])
+    argv = ["run", "rejection.py:RejectionSampling", "rl.yaml", "method.keep=1", "steps=2"]
+    run = done(work, *argv, "evaluation.every=0")
+    for row in metrics(run)[1:]:  # the first one is the validation before training
+        drawn = rollouts(run, int(row["step"]))
+        best: dict[int, dict[str, Any]] = {}
+        for rollout in sorted(drawn, key=itemgetter("sample"), reverse=True):
+            prompt = rollout["prompt_index"]
+            if prompt not in best or rollout["reward"] >= best[prompt]["reward"]:
+                best[prompt] = rollout
+        assert len(drawn) == 4 * len(best)
+        assert row["actor/tokens"] == sum(rollout["length"] for rollout in best.values())
+    alike = done(work, *argv, "evaluation.every=0", "name=two", world=2)
+    near(load_model(alike, 2), load_model(run, 2), 1e-2)

@@ -85,7 +85,7 @@ def test_held_out_data_without_a_column_are_refused_before_the_model_is_loaded(
 ):
     code, output = burnish(
         work, command, "rl.yaml", "name=lacks", LEVEL, "data.train=[level.jsonl]", "data.validation=[no_level.jsonl]",
-        at=At(f"burnish.{module}:make_engine", 1, signal.SIGKILL),
+        at=At(f"burnish.{module}:make_run_engine", 1, signal.SIGKILL),
     )  # fmt: skip
     assert code == 5, output
     assert "needs_level" in output

@@ -15,18 +15,17 @@ import torch
 
 from burnish.algorithms.base import Advantage, load_advantage
 from burnish.algorithms.kl import adapted
-from burnish.algorithms.loss import policy_loss_fn
 from burnish.algorithms.schedule import learning_rate
 from burnish.checkpoint.write_plan import MAIN
 from burnish.config.schema import RunConfig
 from burnish.distributed.collectives import agree
 from burnish.distributed.layout import Layout
 from burnish.engines.base import Engine
-from burnish.method import Method
 from burnish.methods.parts.generators import make_collector
 from burnish.methods.parts.guard import Guard
 from burnish.methods.parts.policy_update import CRITIC, PolicyUpdate, policy_stats
 from burnish.methods.parts.rollouts import GroupSampler, Judge, RolloutQueue
+from burnish.methods.rl import RL
 from burnish.rewards.pool import RewardPool
 from burnish.runs.download_inputs import local_inputs
 from burnish.runs.model_card import model_card
@@ -46,7 +45,7 @@ from burnish.runs.trainer_state import Fingerprints, weights_version
 from burnish.tracking.stats import Max, Stats
 
 
-def train(method: Method, config: RunConfig, layout: Layout, device: torch.device) -> None:
+def train(method: RL, config: RunConfig, layout: Layout, device: torch.device) -> None:
     """Train with rewards as `config` says, from where its run directory left off. Collective."""
     config, local = local_inputs(config, device, layout)
     with ExitStack() as stack:
@@ -55,7 +54,7 @@ def train(method: Method, config: RunConfig, layout: Layout, device: torch.devic
         spans = session.spans
         progress = session.progress
         advantage = load_advantage(config.algorithm.advantage)
-        loss = policy_loss_fn(config.algorithm, config.rollout.max_response_length)
+        loss = method.loss(config)
         with progress.phase("setup", 4) as bar:
             card = model_card(method, config)
             foundation = lay_foundation(local, layout, device, given=config.model, card=card)
@@ -107,8 +106,9 @@ def train(method: Method, config: RunConfig, layout: Layout, device: torch.devic
                 with spans("rollout"):
                     drawn = queue.take(step)
                 with spans("advantages"):
-                    batches = update.minibatches(drawn.groups)
-                    credit = update.assign_credit(drawn.groups, batches, kl_coef)
+                    learned_from = method.select(config, drawn.groups)
+                    batches = update.minibatches(learned_from)
+                    credit = update.assign_credit(learned_from, batches, kl_coef)
                     batches = credit.batches
                     if learning:
                         batches = update.with_logprobs(batches, step)
@@ -133,7 +133,7 @@ def train(method: Method, config: RunConfig, layout: Layout, device: torch.devic
                         queue.publish(policy.published(), step + 1)
                 if kl.target is not None:
                     stats = stats.merge(Stats({"actor/kl_coef": Max(torch.tensor(kl_coef))}))
-                    kl_coef = adapted(kl_coef, credit.kl, int(drawn.groups.is_scored.sum()), kl)
+                    kl_coef = adapted(kl_coef, credit.kl, int(learned_from.is_scored.sum()), kl)
                 run.finish(
                     stats.merge(queue.stats(drawn)),
                     cursor=loader.state,

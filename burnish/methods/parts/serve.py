@@ -126,9 +126,9 @@ def visible_devices(device: torch.device, count: int) -> str | None:
     shown = names[first : first + count]
     if len(shown) < count:
         raise UsageError(
-            "a generator wants devices that this process does not see",
+            f"rollout.tensor_parallel needs {count} devices; this process sees {len(shown)} from its own on",
             have=f"{len(names)} visible, of which this rank's device is number {first}",
-            want=f"rollout.tensor_parallel: {count} from there on",
+            want=f"{count} from there on",
             do="have the launcher show each process all devices of its machine",
         )
     return ",".join(shown)
