@@ -315,6 +315,32 @@ def test_each_line_of_assignment_binds_one_name() -> None:
     assert doubled == []
 
 
+def test_words_without_a_noun_live_for_one_line() -> None:
+    """A name such as `found` says nothing where its noun is out of sight."""
+    words = {"each", "found", "held", "kept", "made", "mine", "told"}
+    inner = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ListComp, ast.SetComp)
+    inner += (ast.DictComp, ast.GeneratorExp, ast.ClassDef)
+    long = []
+    for name, tree in modules().items():
+        for function in ast.walk(tree):
+            if not isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
+                continue
+            places = defaultdict(list)
+            below = list(ast.iter_child_nodes(function))
+            while below:
+                node = below.pop()
+                if isinstance(node, ast.Name) and node.id in words:
+                    places[node.id].append(node.lineno)
+                if not isinstance(node, inner):
+                    below += ast.iter_child_nodes(node)
+            long += [
+                f"{name}:{lines[0]} {word}"
+                for word, lines in places.items()
+                if max(lines) - min(lines) > 1
+            ]
+    assert long == []
+
+
 def test_no_public_function_name_stands_twice() -> None:
     found = defaultdict(list)
     for name, tree in modules().items():

@@ -22,11 +22,11 @@ def load_method(name: str) -> Method:
     if name in METHODS:
         return METHODS[name]
     homes = {each: f"{type(m).__module__}:{type(m).__name__}" for each, m in METHODS.items()}
-    made = replace(extend.METHODS, builtins=homes).load(name, "METHOD")
-    if not (isinstance(made, type) and issubclass(made, Method)):
+    method_class = replace(extend.METHODS, builtins=homes).load(name, "METHOD")
+    if not (isinstance(method_class, type) and issubclass(method_class, Method)):
         raise UsageError(
             f"{name} is not a method",
-            have=f"{made.__name__}, which is no subclass of burnish.Method",
+            have=f"{method_class.__name__}, which is no subclass of burnish.Method",
             want="a class of your own that derives from burnish.Method",
             do="name the class, as in burnish run my.py:MyMethod config.yaml",
         )
@@ -35,7 +35,7 @@ def load_method(name: str) -> Method:
         want="a class with the attributes name and title, and all methods of burnish.Method",
         do="complete the class",
     ):
-        method = made()
+        method = method_class()
         if not (method.name and method.title):
             raise ValueError("its name or title is empty")
     if method.name in METHODS:

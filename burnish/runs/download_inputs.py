@@ -61,8 +61,8 @@ def local_inputs(
     for (section, key, kind, _), value in zip(hub_entries(values), told, strict=False):
         if HubPlace.of(section[key], kind) is not None:
             section[key] = value
-    found = RunConfig.model_validate(values)
-    local = found
+    pinned_config = RunConfig.model_validate(values)
+    local = pinned_config
     shown = config.tracking.progress and place_of(os.environ).layout.is_main
     watch = Progress(True).phase if shown else None
     for first in (True, False):  # a machine's first process copies; then its others find the copies
@@ -71,7 +71,7 @@ def local_inputs(
                 _copy_all(values, watch, trains=trains, only_small=only_small)
                 local = RunConfig.model_validate(values)
                 local = local.model_copy(update={"model": _with_adapter(local.model)})
-    return found, local
+    return pinned_config, local
 
 
 def _copy_all(

@@ -114,9 +114,9 @@ def pin(values: Mapping[str, Any], before: Mapping[str, Any] | None, *, ask: boo
             from burnish.files.hub_files import HubFiles
 
             with of_setting(setting):
-                found = HubFiles.of(place).place
-            _log.info("%s is at commit %s", place, found.commit)
-            section[key] = str(found)
+                pinned = HubFiles.of(place).place
+            _log.info("%s is at commit %s", place, pinned.commit)
+            section[key] = str(pinned)
 
 
 def _unpinned(values: Mapping[str, Any]) -> Iterator[tuple[Any, Any, HubPlace, str]]:
@@ -141,12 +141,12 @@ def hub_entries(values: Mapping[str, Any]) -> Iterator[tuple[Any, Any, Kind, str
 
 
 def _commits(before: Mapping[str, Any]) -> dict[tuple[str, str], str]:
-    found: dict[tuple[str, str], set[str]] = {}
+    commits_of: dict[tuple[str, str], set[str]] = {}
     for section, key, kind, setting in hub_entries(before):
         place = HubPlace.of(section[key], kind)
         if place is not None and place.commit:
-            found.setdefault((setting, place.repo), set()).add(place.commit)
-    return {entry: commits.pop() for entry, commits in found.items() if len(commits) == 1}
+            commits_of.setdefault((setting, place.repo), set()).add(place.commit)
+    return {entry: commits.pop() for entry, commits in commits_of.items() if len(commits) == 1}
 
 
 def newest_model(run_directory: Path, model: ModelConfig) -> tuple[ModelConfig, CommittedStep]:
@@ -160,9 +160,9 @@ def newest_model(run_directory: Path, model: ModelConfig) -> tuple[ModelConfig, 
     for damage in verify_files(step, small_files(step)):
         raise damage
     own = str(step.path / "model")
-    found: dict[str, Any] = {"tokenizer": own, "chat_template": None}
+    replaced: dict[str, Any] = {"tokenizer": own, "chat_template": None}
     if not model.adapter:
-        found = {"path": own, "fresh": None, "tokenizer": None, "chat_template": None}
+        replaced = {"path": own, "fresh": None, "tokenizer": None, "chat_template": None}
     elif model.lora.path:
-        found["lora"] = LoraConfig(path=own, publish=model.lora.publish)
-    return model.model_copy(update=found), step
+        replaced["lora"] = LoraConfig(path=own, publish=model.lora.publish)
+    return model.model_copy(update=replaced), step

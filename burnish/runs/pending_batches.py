@@ -36,19 +36,21 @@ def ahead_files(
     """Return the files of pending batches and begun completions, by path."""
     files = {}
     for batch in batches:
-        kept = [True] * len(batch.groups) + [False] * len(batch.left_out)
+        is_kept = [True] * len(batch.groups) + [False] * len(batch.left_out)
         groups = [*batch.groups, *batch.left_out]
         lines, tensors = _paths(batch.step)
-        files[lines] = "".join(map(_line, groups, kept)).encode()
+        files[lines] = "".join(map(_line, groups, is_kept)).encode()
         files[tensors] = _tensors(groups)
     for step in sorted({key.step for key in begun}):
-        mine = {key: each for key, each in sorted(begun.items()) if key.step == step}
-        for key, each in mine.items():
-            if not each.stop_reason:  # the generator recomputes the experts when it continues
-                mine[key] = replace(each, experts=None)
+        of_step = {key: completion for key, completion in sorted(begun.items()) if key.step == step}
+        for key, completion in of_step.items():
+            if not completion.stop_reason:  # the generator recomputes the experts when it continues
+                of_step[key] = replace(completion, experts=None)
         lines, tensors = _paths(step, "partial")
-        files[lines] = "".join(_partial_line(*each) for each in mine.items()).encode()
-        files[tensors] = _safetensors(joined_arrays(list(mine.values()), np.int32))
+        files[lines] = "".join(
+            _partial_line(*completion) for completion in of_step.items()
+        ).encode()
+        files[tensors] = _safetensors(joined_arrays(list(of_step.values()), np.int32))
     return files
 
 
@@ -59,12 +61,12 @@ def read_ahead(
 
     Raises `IncompatibleError` unless `ahead_files` would write exactly these files.
     """
-    told = step.state.get("ahead", 0)
+    count = step.state.get("ahead", 0)
     batches = list[DrawnBatch]()
     begun: dict[SampleKey, Completion] = {}
-    problem = f"{', '.join(sorted(files)) or 'no files'}, and ahead {told} in the state"
+    problem = f"{', '.join(sorted(files)) or 'no files'}, and ahead {count} in the state"
     try:
-        for number in range(step.step, step.step + told):
+        for number in range(step.step, step.step + count):
             lines, tensors = (files[path] for path in _paths(number))
             batches.append(_batch(number, step, lines, tensors))
         for path in sorted(files):
@@ -138,10 +140,10 @@ def _partial_line(key: SampleKey, completion: Completion) -> str:
 
 
 def _tensors(groups: Sequence[Sequence[Rollout]]) -> bytes:
-    made = [rollout.completion for group in groups for rollout in group]
+    completions = [rollout.completion for group in groups for rollout in group]
     prompts = [group[0].prompt.token_ids.astype(np.int32) for group in groups]
     arrays = {"prompt_ids": np.concatenate(prompts)} if prompts else {}
-    return _safetensors(arrays | joined_arrays(made, np.int32))
+    return _safetensors(arrays | joined_arrays(completions, np.int32))
 
 
 def _safetensors(arrays: Mapping[str, Array]) -> bytes:
@@ -158,7 +160,7 @@ def _batch(number: int, step: CommittedStep, lines: bytes, tensors: bytes) -> Dr
     completions = split_arrays(rollouts, arrays)
     ends = np.cumsum([group["prompt_tokens"] for group in groups])[:-1]
     prompts = iter(np.split(arrays.get("prompt_ids", np.zeros(0, np.int32)), ends))
-    kept = list[list[Rollout]]()
+    kept_groups = list[list[Rollout]]()
     left_out = list[list[Rollout]]()
     for group in groups:
         ids = next(prompts).astype(np.int64)
@@ -173,30 +175,30 @@ def _batch(number: int, step: CommittedStep, lines: bytes, tensors: bytes) -> Dr
             columns={},
         )
         rollouts = []
-        for told in group["rollouts"]:
+        for row in group["rollouts"]:
             completion = next(completions)
-            greedy = told["greedy_reward"]
-            error = told["reward_error"]
-            rollout = Rollout(prompt, int(told["sample"]), completion, str(told["text"]))
+            greedy = row["greedy_reward"]
+            error = row["reward_error"]
+            rollout = Rollout(prompt, int(row["sample"]), completion, str(row["text"]))
             rollouts.append(
                 replace(
                     rollout,
-                    reward=float(told["reward"]),
-                    reward_parts=numbers(told["reward_parts"]),
+                    reward=float(row["reward"]),
+                    reward_parts=numbers(row["reward_parts"]),
                     greedy_reward=None if greedy is None else float(greedy),
                     reward_error=None if error is None else str(error),
                 )
             )
-        (kept if group["kept"] else left_out).append(rollouts)
-    return DrawnBatch(number, RolloutTable.of(kept, 0), RolloutTable.of(left_out, 0))
+        (kept_groups if group["kept"] else left_out).append(rollouts)
+    return DrawnBatch(number, RolloutTable.of(kept_groups, 0), RolloutTable.of(left_out, 0))
 
 
 def _partial(
     number: int, step: CommittedStep, files: Mapping[str, bytes]
 ) -> dict[SampleKey, Completion]:
     lines, tensors = _paths(number, "partial")
-    told = [parse_json(line, str(step.path / lines)) for line in files[lines].splitlines()]
-    made = split_arrays(told, _arrays(step.path / tensors, files[tensors]))
+    rows = [parse_json(line, str(step.path / lines)) for line in files[lines].splitlines()]
+    completions = split_arrays(rows, _arrays(step.path / tensors, files[tensors]))
     keys = [
         SampleKey(
             number,
@@ -205,9 +207,9 @@ def _partial(
             bool(each["greedy"]),
             str(each["prompt"]),
         )
-        for each in told
+        for each in rows
     ]
-    return dict(zip(keys, made, strict=True))
+    return dict(zip(keys, completions, strict=True))
 
 
 def _arrays(path: PurePath, tensors: bytes) -> dict[str, Array]:

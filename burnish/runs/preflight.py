@@ -258,7 +258,7 @@ def _package(name: str, setting: str, want: str, do: str) -> Iterator[BurnishErr
 
 def _importable(package: str) -> bool:
     try:
-        found = importlib.util.find_spec(package) or PathFinder.find_spec(package, [os.getcwd()])
+        spec = importlib.util.find_spec(package) or PathFinder.find_spec(package, [os.getcwd()])
     except (ValueError, ImportError):
         return False
-    return found is not None
+    return spec is not None

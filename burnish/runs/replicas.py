@@ -21,31 +21,31 @@ def check_replicas(engines: Mapping[str, Engine], replicas: int, step: int, layo
 
     Names the ranks in the minority, or all without a majority, and their tensors.
     """
-    mine = {
+    own_checksums = {
         f"{shard.spec.name} of the {role}": shard.checksum()
         for role, engine in engines.items()
         for shard in engine.shards(Part.WEIGHTS)
     }
-    every = gather_objects(xxhash.xxh3_128_hexdigest(repr(mine).encode()), layout)
+    every = gather_objects(xxhash.xxh3_128_hexdigest(repr(own_checksums).encode()), layout)
     size = layout.world // replicas
     # Rank r holds the same boxes as ranks r + size, r + 2 size and so on.
     odd = {place: _odd(every[place::size]) for place in range(size)}
     if not any(odd.values()):
         return
     differing = odd[layout.rank % size]
-    held = gather_objects(mine if differing else None, layout)
-    found = []
+    all_checksums = gather_objects(own_checksums if differing else None, layout)
+    differences = []
     for place, numbers in odd.items():
-        copies = [each for each in held[place::size] if each is not None]
+        copies = [each for each in all_checksums[place::size] if each is not None]
         names = [
             name for name in (copies[0] if copies else ()) if len({c[name] for c in copies}) > 1
         ]
         ranks = [place + size * number for number in numbers]
         if ranks:
-            found.append(f"rank {', '.join(map(str, ranks))}: {few(names)}")
+            differences.append(f"rank {', '.join(map(str, ranks))}: {few(names)}")
     raise BurnishError(
         f"step {step}: copies of the weights differ, so a device has computed or stored wrongly",
-        have="; ".join(found),
+        have="; ".join(differences),
         want=f"{replicas} equal copies (engine.replicas)",
         do="test the devices of these ranks and leave out the faulty one, then start the same command again: "
         "it resumes from the newest step, whose copies were equal",

@@ -52,12 +52,14 @@ def _arriving(
     numbers_of_all = np.asarray(order, np.int64)
     rounds = np.cumsum(1 + table.lengths[numbers_of_all]) // _ROUND_TOKENS
     for numbers in np.split(numbers_of_all, np.flatnonzero(np.diff(rounds)) + 1):
-        mine = {n: table.rollout(n) for n in numbers[table.owners[numbers] == layout.rank].tolist()}
+        own_rollouts = {
+            n: table.rollout(n) for n in numbers[table.owners[numbers] == layout.rank].tolist()
+        }
         parts = {
             n: each if n in whole else (each.text, each.prompt.text, each.prompt.answer)
-            for n, each in mine.items()
+            for n, each in own_rollouts.items()
         }
-        parcels = [] if layout.is_main or not mine else [([0], pickle.dumps(parts))]
+        parcels = [] if layout.is_main or not own_rollouts else [([0], pickle.dumps(parts))]
         received: dict[int, Any] = {}
         for data in deliver(parcels, layout):
             received |= pickle.loads(data)  # noqa: S301 - from a rank of this run
@@ -75,9 +77,9 @@ def arrays_on_main(
     arrays: Mapping[str, Mapping[int, Floats]], numbers: Collection[int], layout: Layout
 ) -> Mapping[str, Mapping[int, Floats]]:
     """Return these rollouts' arrays; rank 0 gets those of all ranks. Collective."""
-    found = {name: {n: each[n] for n in numbers if n in each} for name, each in arrays.items()}
-    sends = layout.is_first_peer and not layout.is_main and any(found.values())
-    for data in deliver([([0], pickle.dumps(found))] if sends else [], layout):
+    wanted = {name: {n: each[n] for n in numbers if n in each} for name, each in arrays.items()}
+    sends = layout.is_first_peer and not layout.is_main and any(wanted.values())
+    for data in deliver([([0], pickle.dumps(wanted))] if sends else [], layout):
         for name, each in pickle.loads(data).items():  # noqa: S301 - from a rank of this run
-            found[name] |= each
-    return found
+            wanted[name] |= each
+    return wanted

@@ -113,15 +113,15 @@ class Run:
                     session.mirror.bring_back(session.directory)
 
     def _log_start(self) -> None:
-        made = self.state.step
+        done = self.state.step
         total = self._total_steps
-        if made >= total:
-            log.info("step %d of %d is done already: nothing is left to do", made, total)
+        if done >= total:
+            log.info("step %d of %d is done already: nothing is left to do", done, total)
             return
         parameters = self._learners[MAIN].foundation.flops.parameters
         log.info(
             "steps %d to %d on %d %s, %s parameters in %s",
-            made + 1,
+            done + 1,
             total,
             self._fingerprints.samples,
             "streamed bytes" if self._config.data.streaming else "rows",
@@ -294,14 +294,14 @@ class Run:
         MFU is flops / (seconds · peak) (PaLM, arXiv 2204.02311, appendix B).
         """
         imbalance = sum(batch.imbalance for batch in batches) / max(len(batches), 1)
-        found = {**values, "perf/imbalance": imbalance}
+        measured = {**values, "perf/imbalance": imbalance}
         flops = sum(learner.take_flops() for learner in self._learners.values())
         seconds = values.get("timing_s/update", 0.0)
         if seconds > 0:
-            found["perf/tokens_per_s"] = sum(batch.total_tokens for batch in batches) / seconds
+            measured["perf/tokens_per_s"] = sum(batch.total_tokens for batch in batches) / seconds
             if self._peak_flops:
-                found["perf/mfu"] = flops / (seconds * self._peak_flops)
-        return found
+                measured["perf/mfu"] = flops / (seconds * self._peak_flops)
+        return measured
 
     def _other_counts(self) -> dict[str, Updates]:
         learners = self._learners.items()

@@ -192,11 +192,11 @@ def _claim(session: Session) -> None:
     identity = {RUN: directory.read_environment().get(RUN) or uuid.uuid4().hex}
     if mirror is not None:
         identity |= mirror.require_own(directory, RunIdentity(session.method.name, session.config))
-    found = environment(device_name(session.device), session.layout.world)
+    facts = environment(device_name(session.device), session.layout.world)
     write_atomically(directory.config, dump_yaml(session.config))
     directory.diff.unlink(missing_ok=True)
     if diff := git_diff():
         write_atomically(directory.diff, diff)
-    directory.write_environment({**identity, TRAINER: session.method.name, **found})
+    directory.write_environment({**identity, TRAINER: session.method.name, **facts})
     if mirror is not None:
         mirror.claim(directory)

@@ -89,10 +89,12 @@ def catch_signals(layout: Layout | None = None) -> Iterator[Stopper]:
     """Let signals set a flag of the yielded stopper inside the block; only the main thread can."""
     stopper = Stopper(layout)
     is_main = threading.current_thread() is threading.main_thread()
-    if is_main and stopper._layout.is_main and (kept := ignored()):
-        names = " and ".join(number.name for number in kept)
+    if is_main and stopper._layout.is_main and (ignored_signals := ignored()):
+        names = " and ".join(number.name for number in ignored_signals)
         what = (
-            "a closed terminal does not stop" if signal.SIGHUP in kept else "Ctrl-C does not stop"
+            "a closed terminal does not stop"
+            if signal.SIGHUP in ignored_signals
+            else "Ctrl-C does not stop"
         )
         _log.info(
             "%s was ignored at the start and stays so: %s this process, SIGTERM does", names, what

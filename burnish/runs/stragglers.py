@@ -34,13 +34,13 @@ class Stragglers:
 
     def stats(self) -> Stats:
         """End the step: return each part's slowest rank and its time over the median's; warn of lasting ones."""
-        found = Stats()
+        slowest = Stats()
         for part, seconds in self._seconds.items():
             rank = int(seconds.argmax())
             typical = float(np.median(seconds))
             longest = float(seconds[rank])
-            found[f"perf/slowest_rank/{part}"] = Max(float(rank))
-            found[f"perf/slowest_share/{part}"] = Max(longest / typical if typical else 1.0)
+            slowest[f"perf/slowest_rank/{part}"] = Max(float(rank))
+            slowest[f"perf/slowest_share/{part}"] = Max(longest / typical if typical else 1.0)
             is_slow = longest > _FACTOR * typical and longest > typical + _SECONDS
             last, count = self._in_a_row.get(part, (rank, 0))
             self._in_a_row[part] = rank, (count + 1 if last == rank else 1) if is_slow else 0
@@ -56,4 +56,4 @@ class Stragglers:
                         typical,
                     )
         self._seconds.clear()
-        return found
+        return slowest

@@ -168,16 +168,16 @@ class Fingerprints:
                 want="the file that the run began with",
                 do="restore the file, or begin another run with name=NAME",
             )
-        told = []
+        changed = []
         if self.tokenizer != before.tokenizer:
-            told.append("the tokenizer's rules or its chat template")
+            changed.append("the tokenizer's rules or its chat template")
         if self.data != before.data:
-            told.append("the content of data.train")
+            changed.append("the content of data.train")
         if self.model and before.model and self.model != before.model:
-            told.append("the model at model.path")
+            changed.append("the model at model.path")
         if self.rewards != before.rewards:
-            told.append("the files of reward.functions")
-        return told
+            changed.append("the files of reward.functions")
+        return changed
 
 
 _STATE = TypeAdapter(TrainerState)
@@ -268,7 +268,7 @@ def restore(
     if changed and main.engine.layout.is_main:
         _log.warning("changed since %s was saved: %s", step.path, ", ".join(changed))
     sources = {role: source.of(role, each.foundation.names) for role, each in learners.items()}
-    made = {role: state.counts(role) for role in learners}
+    updates = {role: state.counts(role) for role in learners}
     fresh = {r for r, theirs in sources.items() if may_be_fresh and not theirs.holds_training}
     for role, learner in learners.items():
         weights, training = (list(learner.engine.shards(p)) for p in (Part.WEIGHTS, Part.TRAINING))
@@ -281,8 +281,8 @@ def restore(
             _log.warning("%s has no optimizer state: a fresh one begins", step.path / role)
             continue
         learner.engine.load(sources[role], Part.TRAINING)
-        learner.engine.steps = made[role]["optimizer_steps"]
-        learner.engine.skipped_in_a_row = made[role]["skipped_in_a_row"]
+        learner.engine.steps = updates[role]["optimizer_steps"]
+        learner.engine.skipped_in_a_row = updates[role]["skipped_in_a_row"]
     return state
 
 
@@ -302,9 +302,9 @@ def require_same_adapter(
     rows = [("", "have", "want")]
     rows += [(key, str(have.get(key, "-")), str(want.get(key, "-"))) for key in shown]
     kinds = ["an adapter" if each else "a whole model" for each in (have, want)]
-    held = "another adapter than" if have and want else "not what"
+    relation = "another adapter than" if have and want else "not what"
     raise IncompatibleError(
-        "\n  ".join([f"{where} holds {held} this run trains", *table(rows)]),
+        "\n  ".join([f"{where} holds {relation} this run trains", *table(rows)]),
         have=f"{kinds[0]} that differs in {', '.join(keys)}" if have and want else kinds[0],
         want=kinds[1],
         do="restore model.path and model.lora, or begin another run with name=NAME",

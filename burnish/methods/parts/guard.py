@@ -74,12 +74,12 @@ class Guard:
                 )
             return
         name, compared = self._first_difference()
-        found = f"the first tensor that differs is {name}"
+        location = f"the first tensor that differs is {name}"
         if name is None:
-            found = f"all {compared} tensors that the generator reads back are equal"
+            location = f"all {compared} tensors that the generator reads back are equal"
         raise BurnishError(
             f"generator and engine disagree on the log-probs of the same tokens, with weights of version {version}",
-            have=f"{mean:.3g} nats on average over {tokens} tokens{f'; {singles}' if count else ''}; {found}",
+            have=f"{mean:.3g} nats on average over {tokens} tokens{f'; {singles}' if count else ''}; {location}",
             want=f"rollout.max_disagreement: {limit:g} at most on average, and {large:g} for a single token",
             do="raise rollout.max_disagreement if you know why generator and engine compute differently"
             if name is None
@@ -98,12 +98,12 @@ class Guard:
         how = replace(how, max_tokens=min(how.max_tokens, _TOKENS), experts=replayed)
         numbers = range(max(_PROMPTS, world, config.rollout.servers))
         prompts = [self.prompts[number % len(self.prompts)] for number in numbers]
-        mine = numbers[rank::asking] if rank < asking else ()
-        requests = [Request(number, prompts[number].token_ids) for number in mine]
+        own_numbers = numbers[rank::asking] if rank < asking else ()
+        requests = [Request(number, prompts[number].token_ids) for number in own_numbers]
         drawn: list[list[Completion]] = []
         with agree(self.layout):
             drawn = self.generator.generate(requests, how) if requests else []
-        pairs = zip(mine, drawn, strict=True)
+        pairs = zip(own_numbers, drawn, strict=True)
         own = [[Rollout(prompts[n], 0, completion, "")] for n, (completion,) in pairs]
         table = RolloutTable.of(own, rank)
         everything = RolloutTable.gathered(gather_objects(table.encoded(), self.layout), table)

@@ -58,11 +58,11 @@ class _RewardModel:
         shares = gather_objects((own, outlines_of(mine)), layout)
         outlines = Outlines.joined(shares, len(table.owners))
         lengths = outlines.lengths
-        found = np.zeros(len(lengths))
+        rewards = np.zeros(len(lengths))
         is_read = lengths <= self.positions
         short = np.flatnonzero(is_read)
         if not len(short):
-            return found, is_read
+            return rewards, is_read
         batch = make_batch(
             {place: mine[i] for place, i in enumerate(short.tolist()) if i in mine},
             layout,
@@ -74,8 +74,8 @@ class _RewardModel:
         said = [output.values.cpu().double().numpy() for output in self.engine.forward(batch)]
         last = {number: each[-1] for number, each in batch.by_example(said).items()}
         places, values = gather_rows([*last], np.array([*last.values()], np.float64), layout)
-        found[short[places]] = values
-        return found, is_read
+        rewards[short[places]] = values
+        return rewards, is_read
 
 
 def load_judge(foundation: Foundation, policy: Engine | None) -> Judge:
@@ -152,13 +152,13 @@ def _judged(
 
 
 def _read(encoder: ChatEncoder, rollouts: Sequence[Rollout]) -> list[TokenIds]:
-    found: dict[int, TokenIds] = {}
+    ids_by_rollout: dict[int, TokenIds] = {}
     for plain in (True, False):
         chosen = [i for i, rollout in enumerate(rollouts) if plain == (not rollout.prompt.messages)]
         texts = [_text(encoder, rollouts[i]) for i in chosen]
         ids = (np.array(each, dtype=np.int64) for each in encoder.ids(texts, special=plain))
-        found |= dict(zip(chosen, ids, strict=True))
-    return [found[i] for i in range(len(rollouts))]
+        ids_by_rollout |= dict(zip(chosen, ids, strict=True))
+    return [ids_by_rollout[i] for i in range(len(rollouts))]
 
 
 def _text(encoder: ChatEncoder, rollout: Rollout) -> str:

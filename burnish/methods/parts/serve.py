@@ -76,14 +76,14 @@ def served_generator(foundation: Foundation) -> ServedGenerator:
     vocabulary = foundation.hf_config.get_text_config().vocab_size
     make = partial(ServedGenerator, specs=specs, layout=layout, fixed=fixed, in_flight=in_flight)
     if config.rollout.place == "servers":
-        found: list[tuple[str, str]] = []
+        addresses: list[tuple[str, str]] = []
         model = _digest_of([*specs, *fixed])
         notes = RunDirectory(config.directory).servers
         look = partial(_answering_servers, notes, model, set[str]())
         with agree(layout):
             if layout.is_main:
-                found = _servers(look, config.rollout.servers)
-        servers = [Server(*each, timeout, vocabulary) for each in from_main(found, layout)]
+                addresses = _servers(look, config.rollout.servers)
+        servers = [Server(*each, timeout, vocabulary) for each in from_main(addresses, layout)]
         others = partial(_replacements, look, layout)
         return make(servers, revive=others)
     own: list[_Child] = []
@@ -94,13 +94,15 @@ def served_generator(foundation: Foundation) -> ServedGenerator:
                 own = [_Child(foundation, seen)]
                 stack.callback(own[0].close)
                 own[0].wait()
-        told = gather_objects([(child.url, child.token) for child in own], layout)
+        addresses_by_rank = gather_objects([(child.url, child.token) for child in own], layout)
         end = stack.pop_all().close
 
     def revive(lost: Sequence[str], others: Sequence[str]) -> dict[str, tuple[str, str]]:
         return own[0].revive(lost) if own else {}
 
-    servers = [Server(*each, timeout, vocabulary) for theirs in told for each in theirs]
+    servers = [
+        Server(*each, timeout, vocabulary) for theirs in addresses_by_rank for each in theirs
+    ]
     return make(servers, make_room=empty_cache, revive=revive, end=end)
 
 
@@ -170,18 +172,18 @@ class _Child:
 
     def wait(self) -> None:
         """Wait until the generator listens. Raises `BurnishError` if it does not."""
-        told: str | BurnishError | None = self._process.answer(_START_SECONDS)
-        if told is None:
+        answer: str | BurnishError | None = self._process.answer(_START_SECONDS)
+        if answer is None:
             self._process.kill()
-            told = BurnishError(
+            answer = BurnishError(
                 "the process that generates completions does not start",
                 have=f"nothing in {_START_SECONDS:g} s; it was ended: {self._process.died().have}",
                 want="a generator that listens",
                 do="look at its last lines, for a slow disk or a model that takes long to load",
             )
-        if isinstance(told, BurnishError):
-            raise told
-        self.url = told
+        if isinstance(answer, BurnishError):
+            raise answer
+        self.url = answer
 
     def close(self) -> None:
         """End the process."""
@@ -243,21 +245,23 @@ def _digest_of(specs: Sequence[TensorSpec]) -> str:
 
 def _servers(look: Callable[[], dict[str, str]], wanted: int) -> list[tuple[str, str]]:
     began = time.monotonic()
-    told = False
+    is_announced = False
     while True:
-        found = look()
-        if len(found) >= wanted:
-            return sorted(found.items())[:wanted]
+        answering = look()
+        if len(answering) >= wanted:
+            return sorted(answering.items())[:wanted]
         if time.monotonic() - began > _START_SECONDS:
             raise UsageError(
                 "too few generators serve this run",
-                have=f"{len(found)} that answer",
+                have=f"{len(answering)} that answer",
                 want=f"rollout.servers: {wanted}",
                 do="start burnish serve with this run's configuration, once for each",
             )
-        if not told:
-            told = True
-            log.info("waiting for %d servers: burnish serve CONFIG starts one", wanted - len(found))
+        if not is_announced:
+            is_announced = True
+            log.info(
+                "waiting for %d servers: burnish serve CONFIG starts one", wanted - len(answering)
+            )
         time.sleep(0.2)
 
 

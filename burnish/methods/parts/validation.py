@@ -125,12 +125,12 @@ def _by_source(
     for number, source in enumerate(table.sources):
         sources[source].append(number)
     sources.pop("", None)
-    found = {f"val/{name}": x for name, x in _numbers(table, answers, judged_by, how).items()}
+    by_name = {f"val/{name}": x for name, x in _numbers(table, answers, judged_by, how).items()}
     for source, theirs in sorted(sources.items()):
         some = table.take(theirs), [answers[i] for i in theirs]
         numbers = _numbers(*some, judged_by, how)
-        found |= {f"val/{source}/{name}": x for name, x in numbers.items()}
-    return found
+        by_name |= {f"val/{source}/{name}": x for name, x in numbers.items()}
+    return by_name
 
 
 def _numbers(
@@ -258,15 +258,15 @@ def _write_evaluation(
     with agree(layout), rollouts as incoming:
         try:
             if layout.is_main:
-                kept = RunDirectory(_next_directory(root / "evaluations"))
-                write_rollouts(kept.rollouts, step, table, None, texts, arriving=incoming)
-                write_atomically(kept.config, config)
-                with closing(JsonlTracker(kept.metrics)) as metrics:
+                directory = RunDirectory(_next_directory(root / "evaluations"))
+                write_rollouts(directory.rollouts, step, table, None, texts, arriving=incoming)
+                write_atomically(directory.config, config)
+                with closing(JsonlTracker(directory.metrics)) as metrics:
                     metrics.log(step, measured)
-                kept.write_status(step, "finished")
-                found = environment(device_name(foundation.device), layout.world)
-                kept.write_environment({TRAINER: "eval", **found})
-                log.info("the completions are in %s", kept.rollouts)
+                directory.write_status(step, "finished")
+                facts = environment(device_name(foundation.device), layout.world)
+                directory.write_environment({TRAINER: "eval", **facts})
+                log.info("the completions are in %s", directory.rollouts)
         except OSError as error:  # another user's run directory, or a full disk
             log.warning("the completions are not saved: %s", error)
 
