@@ -19,7 +19,7 @@ from burnish.config.constraints import (
     validation_notices,
 )
 from burnish.config.schema import FormulaConfig, RunConfig, Section
-from burnish.errors import BurnishError
+from burnish.errors import BurnishError, UsageError
 
 if TYPE_CHECKING:
     import torch
@@ -65,6 +65,13 @@ class Method(ABC):
         """Return its own settings. Raises `UsageError` for unknown keys and wrong values."""
         from burnish.algorithms.own_settings import own_settings
 
+        if "name" in config.method:
+            raise UsageError(
+                "the section method holds settings, and the command names the method",
+                have=f"method.name: {config.method['name']}",
+                want="settings of the method's class",
+                do="remove method.name, and start burnish run FILE.py:CLASS",
+            )
         named = FormulaConfig.model_construct(name=self.source or self.name, **config.method)
         return own_settings(named, self.Settings, "method")
 
@@ -102,8 +109,8 @@ class Method(ABC):
 
     def notices(self, config: RunConfig) -> Iterator[str]:
         """Yield remarks on a valid configuration, one line each."""
-        if set_ := unread(config, self.unread):
-            yield f"set, and not used by burnish {self.name}: {set_}"
+        if ignored := unread(config, self.unread):
+            yield f"set, and not used by burnish {self.name}: {ignored}"
         if self.trains:
             yield from validation_notices(config)
 

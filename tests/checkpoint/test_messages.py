@@ -26,6 +26,7 @@ OTHERS = (
     "models/loading.py",
     "models/names.py",
     "rollout/base.py",
+    "rollout/base.py",
     "rollout/builtin/forward.py",
     "view/server.py",
 )

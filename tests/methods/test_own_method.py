@@ -161,6 +161,7 @@ def test_a_dry_run_says_what_is_meant(work: Path) -> None:
     [
         ((*RUN, "method.beta=much"), ["method", "beta"]),
         ((*RUN, "method.gamma=1.0"), ["method", "gamma", "beta"]),
+        ((*RUN, "method.name=dpo"), ["method.name", "burnish run"]),
         ((*RUN, "data.train=[train.jsonl]"), ["chosen"]),
         (("run", "dpo.py:Dpo", "dpo.yaml"), ["dpo.py", "Dpo"]),
         (("run", "rewards.py:letters", "dpo.yaml"), ["rewards.py:letters", "class"]),
