@@ -25,8 +25,6 @@ OTHERS = (
     "distributed/collectives.py",
     "models/loading.py",
     "models/names.py",
-    "rollout/base.py",
-    "rollout/base.py",
     "rollout/builtin/forward.py",
     "view/server.py",
 )
