@@ -21,7 +21,8 @@ from support.runs.training_files import RL, make_files
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 from burnish import extend
-from burnish.cli.arguments import _COMMANDS, function_of
+from burnish.cli.arguments import _COMMANDS
+from burnish.cli.main import function_of
 from burnish.extend import Table
 
 ROOT = Path(__file__).parents[1]
@@ -118,8 +119,8 @@ Path("loaded.json").write_text(json.dumps({
 """A run of two steps in a process of its own, which writes the lines of each module that it has loaded."""
 MAY_BE_DOUBLED = {"evaluate", "main", "serve", "train"}
 """`main` of programs and `serve` of child processes are found by name; methods and the API train and evaluate."""
-TABLES_OF_MODULES = {"burnish.extend", "burnish.cli.arguments"}
-"""The modules that name other modules by a string: extensions, and the functions of commands."""
+TABLES_OF_MODULES = {"burnish.extend"}
+"""The only table that names modules by a string."""
 CYCLES = [
     {"burnish.methods.evaluation", "burnish.methods.table"},
     {

@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable, Sequence
-from importlib import import_module
+from collections.abc import Sequence
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -408,12 +407,6 @@ def make_parser() -> ArgumentParser:
                 how = _OPTIONS.get(f"{name} {option}", _OPTIONS[option])
                 exclusive.add_argument(option, **how)
     return parser
-
-
-def function_of(arguments: Namespace) -> Callable[..., Any]:
-    """Import the function of a command that was parsed."""
-    module, _, name = arguments.function.partition(":")
-    return getattr(import_module(f"burnish.cli.{module}"), name)
 
 
 def parse(argv: Sequence[str]) -> Namespace:

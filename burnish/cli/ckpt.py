@@ -30,7 +30,7 @@ from burnish.checkpoint.steps import (
     verify,
 )
 from burnish.checkpoint.tools.listing import listed_steps, newest_step, no_step, saved_at
-from burnish.cli.arguments import DIFFERS, function_of
+from burnish.cli.arguments import DIFFERS
 from burnish.cli.output import print_text
 from burnish.config.document import recorded
 from burnish.errors import (
@@ -62,9 +62,8 @@ P = TypeVar("P", bound=PurePath)
 _PARSER_ONLY = ("command", "subcommand", "function", "json")
 
 
-def run_ckpt(args: Namespace) -> int:
-    """Run the command that was parsed; return the exit code. Raises `BurnishError`."""
-    function = function_of(args)
+def run_ckpt(args: Namespace, function: Callable[..., Report]) -> int:
+    """Run the function of the command that was parsed; return the exit code. Raises `BurnishError`."""
     options = {name: value for name, value in vars(args).items() if name not in _PARSER_ONLY}
     path = next(value for value in options.values() if isinstance(value, PurePath))
 
@@ -74,7 +73,7 @@ def run_ckpt(args: Namespace) -> int:
 
     try:
         with naming_failures(f"{path} cannot be used"):
-            report: Report = function(say, **options)
+            report = function(say, **options)
     except BurnishError as error:
         report = {"error": error}
     failure: BurnishError | None = report.pop("error", None)

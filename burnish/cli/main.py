@@ -10,9 +10,12 @@ import re
 import signal
 import sys
 import traceback
-from collections.abc import Sequence
+from argparse import Namespace
+from collections.abc import Callable, Sequence
+from types import ModuleType
+from typing import Any
 
-from burnish.cli.arguments import function_of, parse
+from burnish.cli.arguments import parse
 from burnish.distributed.environment import die_with_agent, place_of
 from burnish.distributed.layout import Layout
 from burnish.errors import BurnishError, UsageError
@@ -47,11 +50,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         arguments = parse(sys.argv[1:] if argv is None else argv)
         _set_up_logging()
+        function = function_of(arguments)
         if arguments.command == "ckpt":
             from burnish.cli.ckpt import run_ckpt
 
-            return run_ckpt(arguments)
-        function_of(arguments)(arguments)
+            return run_ckpt(arguments, function)
+        function(arguments)
         return 0
     except SystemExit as stop:
         return stop.code if isinstance(stop.code, int) else 0
@@ -73,6 +77,78 @@ def main(argv: Sequence[str] | None = None) -> int:
         else:
             print(presentable(traceback.format_exc()), end="", file=sys.stderr)
         return 1
+
+
+def function_of(arguments: Namespace) -> Callable[..., Any]:
+    """Import the function of a command that was parsed, and nothing of the other commands."""
+    module, _, name = arguments.function.partition(":")
+    return getattr(_module(module), name)
+
+
+def _module(name: str) -> ModuleType:  # noqa: C901 - a table of import statements
+    # Statements, unlike names in strings, are seen by type checkers, linters and editors.
+    match name:
+        case "chat":
+            from burnish.cli import chat
+
+            return chat
+        case "check":
+            from burnish.cli import check
+
+            return check
+        case "ckpt":
+            from burnish.cli import ckpt
+
+            return ckpt
+        case "ckpt_push":
+            from burnish.cli import ckpt_push
+
+            return ckpt_push
+        case "ckpt_tensors":
+            from burnish.cli import ckpt_tensors
+
+            return ckpt_tensors
+        case "completion":
+            from burnish.cli import completion
+
+            return completion
+        case "doctor":
+            from burnish.cli import doctor
+
+            return doctor
+        case "init":
+            from burnish.cli import init
+
+            return init
+        case "launch":
+            from burnish.cli import launch
+
+            return launch
+        case "plan":
+            from burnish.cli import plan
+
+            return plan
+        case "run":
+            from burnish.cli import run
+
+            return run
+        case "runs":
+            from burnish.cli import runs
+
+            return runs
+        case "settings":
+            from burnish.cli import settings
+
+            return settings
+        case "translate":
+            from burnish.cli import translate
+
+            return translate
+        case "view":
+            from burnish.cli import view
+
+            return view
+    raise ValueError(f"there is no module of commands {name}")
 
 
 def _set_up_logging() -> None:
