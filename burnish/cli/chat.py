@@ -19,7 +19,7 @@ from burnish.data.chat import ChatEncoder
 from burnish.data.tokenizer import completion_decoder
 from burnish.distributed.layout import Layout
 from burnish.distributed.processes import launch
-from burnish.methods.parts.generators import builtin_generator
+from burnish.engines.base import compute_dtype
 from burnish.methods.parts.rollouts import sampling
 from burnish.models.meta_init import longest_sequence
 from burnish.records import Request
@@ -56,7 +56,16 @@ def chat(args: Namespace) -> None:
         Intact(layout, Progress(True)).require(*foundation.places(fresh=step is None))
         if step is not None:
             foundation = replace(foundation, source=CheckpointSource(step, layout))
-        generator = builtin_generator(foundation)
+        generator = BuiltinGenerator(
+            foundation.hf_config,
+            layout=layout,
+            device=device,
+            dtype=compute_dtype(local.engine),
+            slots=local.rollout.slots,
+            eos_token_ids=foundation.eos_token_ids,
+            decode=foundation.tokenizer.decode,
+            lora=local.model.adapter_beside,
+        )
         generator.load_weights(load_frozen(foundation).published(), version=0)
         _converse(foundation, generator)
 

@@ -12,7 +12,6 @@ from burnish.methods.parts.rollouts import Collector, Judge
 from burnish.rewards.overview import RewardFailures
 from burnish.rewards.pool import RewardPool
 from burnish.rollout.base import Generator
-from burnish.rollout.builtin.generator import BuiltinGenerator
 from burnish.runs.setup import Foundation, TextFoundation
 from burnish.tracking.progress import Progress
 
@@ -53,21 +52,6 @@ def local_generator(foundation: Foundation) -> Generator:
     )
     GENERATORS.require_complete(generator, name, "rollout.engine")
     return generator
-
-
-def builtin_generator(foundation: Foundation) -> BuiltinGenerator:
-    """Make the built-in generator, without weights, for sequences as long as the model allows."""
-    config = foundation.config
-    return BuiltinGenerator(
-        foundation.hf_config,
-        layout=foundation.layout,
-        device=foundation.device,
-        dtype=compute_dtype(config.engine),
-        slots=config.rollout.slots,
-        eos_token_ids=foundation.eos_token_ids,
-        decode=foundation.tokenizer.decode,
-        lora=config.model.adapter_beside,
-    )
 
 
 def make_collector(
