@@ -15,7 +15,7 @@ from burnish.config.constraints import (
     missing_files,
     refuse,
     setting_problems,
-    unread,
+    settings_among,
     validation_notices,
 )
 from burnish.config.schema import FormulaConfig, RunConfig, Section
@@ -72,14 +72,24 @@ class Method(ABC):
                 want="settings of the method's class",
                 do="remove method.name, and start burnish run FILE.py:CLASS",
             )
+        if config.method and not self.Settings.model_fields:
+            raise UsageError(
+                f"burnish {' '.join(self.command)} has no settings of its own",
+                have=", ".join(f"method.{name}" for name in config.method),
+                want="no section method, or the method that declares these settings",
+                do="remove them, or start burnish run FILE.py:CLASS",
+            )
         named = FormulaConfig.model_construct(name=self.source or self.name, **config.method)
         return own_settings(named, self.Settings, "method")
 
     def named(self, config: RunConfig) -> RunConfig:
-        """Return the configuration with the run's name, by default the model's and this method's, and all of its own settings."""
-        name = config.name or f"{config.run_name}-{self.name}"
+        """Return the configuration with the name of the run and all settings of the method's own."""
         settings = self.settings(config).model_dump()
-        return config.model_copy(update={"name": name, "method": settings})
+        return config.model_copy(update={"name": self.run_name(config), "method": settings})
+
+    def run_name(self, config: RunConfig) -> str:
+        """Return the name of a run, by default the model's and this method's."""
+        return config.name or f"{config.run_name}-{self.name}"
 
     # Before a run, without torch.
 
@@ -109,7 +119,7 @@ class Method(ABC):
 
     def notices(self, config: RunConfig) -> Iterator[str]:
         """Yield remarks on a valid configuration, one line each."""
-        if ignored := unread(config, self.unread):
+        if ignored := settings_among(config, self.unread):
             yield f"set, and not used by burnish {self.name}: {ignored}"
         if self.trains:
             yield from validation_notices(config)
@@ -127,8 +137,12 @@ class Method(ABC):
         return config.steps is None
 
     def workload(self, config: RunConfig) -> Workload:
-        """Return the sequences of a step, for the planner."""
-        raise NotImplementedError
+        """Return the sequences of a step, for the planner. Raises `UsageError` if the method does not say."""
+        raise UsageError(
+            f"the method {self.name} does not say how much work a step is",
+            want=f"a method workload of {type(self).__name__}, which returns a burnish.plan.model.Workload",
+            do="add it, or run without a plan",
+        )
 
     def dry_runs(self, config: RunConfig) -> Iterator[Callable[[], object]]:
         """Yield what a dry run loads besides model, data and rewards, such as functions that settings name."""

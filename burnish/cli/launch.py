@@ -67,6 +67,8 @@ def submit_run(args: Namespace) -> None:
 def serve_run(args: Namespace) -> None:
     """Generate completions for the run that a configuration names until ctrl-C."""
     config = read_config(args.config, args.overrides)
+    # The run's own processes alone read the settings of a method of one's own.
+    config = config.model_copy(update={"method": {}})
     method = method_meant_by(config)
     if not method.generates:
         raise UsageError(

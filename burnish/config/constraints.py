@@ -614,7 +614,7 @@ _WIDE_CLIP = 0.1
 """A clip range that suits ratios of tokens. Ratios of whole sequences hardly ever leave it."""
 
 
-def unread(config: RunConfig, settings: Sequence[str]) -> str:
+def settings_among(config: RunConfig, settings: Sequence[str]) -> str:
     """Return which of `settings` are set, in one line."""
     return ", ".join(name for name in settings if _given(config, name))
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from burnish.config.constraints import endpoint_problems, model_problems, sampling_problems
-from burnish.config.schema import RunConfig
+from burnish.config.schema import RunConfig, Section
 from burnish.errors import BurnishError
 from burnish.method import Method
 from burnish.methods.rl import dry_runs_of_judges
@@ -37,11 +37,15 @@ class Evaluation(Method):
     trains = False
     generates = True
 
-    def named(self, config: RunConfig) -> RunConfig:
-        """See `Method.named`. Its results lie in the directory of the run that the configuration would train."""
+    def settings(self, config: RunConfig) -> Section:
+        """Return none: those of a configuration are of the method that trained with it."""
+        return self.Settings()
+
+    def run_name(self, config: RunConfig) -> str:
+        """See `Method.run_name`. Results lie in the directory of the run that the configuration would train."""
         from burnish.methods.table import method_meant_by
 
-        return method_meant_by(config).named(config)
+        return method_meant_by(config).run_name(config)
 
     def problems(self, config: RunConfig) -> Iterator[BurnishError]:
         """See `Method.problems`."""

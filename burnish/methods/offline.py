@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -106,9 +107,9 @@ class OfflineMethod(Method):
 
         return negative_log_likelihood(models.policy, batch)
 
+    @abstractmethod
     def loss(self, config: RunConfig) -> LossFn:
         """Return the loss of a micro-batch."""
-        raise NotImplementedError
 
     def run(
         self, config: RunConfig, layout: Layout, device: torch.device, run_dir: Path | None = None

@@ -298,7 +298,7 @@ def with_assets(foundation: Foundation) -> Foundation:
 def prove_model(
     hf_config: PretrainedConfig, layout: Layout, device: torch.device, **how: Any
 ) -> None:
-    """Call `burnish.check.family_proof.prove`, which raises `IncompatibleError`."""
+    """Compare a small model with transformers, unless an earlier start did. Raises `IncompatibleError`."""
     from burnish.check import proof
 
     proof.prove(hf_config, device, layout=layout, **how)

@@ -166,7 +166,10 @@ def test_a_dry_run_says_what_is_meant(work: Path) -> None:
         (("run", "dpo.py:Dpo", "dpo.yaml"), ["dpo.py", "Dpo"]),
         (("run", "rewards.py:letters", "dpo.yaml"), ["rewards.py:letters", "class"]),
         (("run", "nothing", "dpo.yaml"), ["nothing"]),
-        (("sft", "dpo.yaml", "data.completion_column=chosen", "--dry-run"), ["method", "beta"]),
+        (
+            ("sft", "dpo.yaml", "data.completion_column=chosen", "--dry-run"),
+            ["burnish sft", "method.beta"],
+        ),
     ],
 )
 def test_mistakes_end_before_anything_is_written(
@@ -193,12 +196,15 @@ def test_what_is_no_method_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.py").write_text(
         "import burnish\n"
-        "class Unnamed(burnish.OfflineMethod): title = 'x'\n"
-        "class Taken(burnish.OfflineMethod): name, title = 'sft', 'x'\n"
+        "class Unnamed(burnish.RL): name, title = '', 'x'\n"
+        "class Taken(burnish.RL): name, title = 'sft', 'x'\n"
         "class Abstract(burnish.Method): name, title = 'x', 'y'\n"
-        "class Good(burnish.OfflineMethod): name, title = 'x', 'y'\n"
+        "class Lossless(burnish.OfflineMethod): name, title = 'x', 'y'\n"
+        "class Good(burnish.OfflineMethod):\n"
+        "    name, title = 'x', 'y'\n"
+        "    def loss(self, config): return None\n"
     )
-    for name in ("Unnamed", "Taken", "Abstract"):
+    for name in ("Unnamed", "Taken", "Abstract", "Lossless"):
         with pytest.raises(UsageError, match=name):
             load_method(f"mine.py:{name}")
     good = load_method("mine.py:Good")
@@ -225,3 +231,44 @@ def test_rejection_sampling_learns_from_the_best_alone(work: Path) -> None:
         assert row["actor/tokens"] == sum(rollout["length"] for rollout in best.values())
     alike = done(work, *argv, "evaluation.every=0", "name=two", world=2)
     near(load_model(alike, 2), load_model(run, 2), 1e-2)
+
+
+def test_what_it_trained_is_measured_as_any_model(work: Path) -> None:
+    done(work, *RUN)
+    code, output = burnish(work, "eval", "runs/run", "data.validation=[validation.jsonl]")
+    assert code == 0, output
+    assert "val/loss" in output
+
+
+def test_rows_are_read_as_the_method_reads_them(work: Path) -> None:
+    (work / "mine.py").write_text(
+        "import burnish\n"
+        "class First(burnish.RL):\n"
+        "    name, title = 'first', 'learning from the first rows'\n"
+        "    def dataset(self, foundation, paths, setting, **how):\n"
+        "        return super().dataset(foundation, paths, setting, **{**how, 'first': 4})\n"
+        "    def rows_per_step(self, config): return 4\n"
+    )
+    argv = ["run", "mine.py:First", "rl.yaml", "steps=null", "epochs=2", "evaluation.every=0"]
+    run = done(work, *argv)
+    steps = [row["step"] for row in metrics(run)]
+    assert steps == [0, 1, 2]
+    assert {row["prompt_index"] for step in (1, 2) for row in rollouts(run, step)} == {0, 1, 2, 3}
+
+
+def test_a_method_without_a_workload_is_not_planned(work: Path) -> None:
+    (work / "mine.py").write_text(
+        "import burnish\n"
+        "class Plain(burnish.Method):\n"
+        "    name, title = 'plain', 'x'\n"
+        "    def problems(self, config): yield from ()\n"
+        "    def dataset(self, foundation, paths, setting, *, first=None, progress=None, pool=None):\n"
+        "        from burnish.runs.setup import example_dataset\n"
+        "        return example_dataset(foundation, paths, setting, first, progress)\n"
+        "    def run(self, config, layout, device, run_dir=None): return {}\n"
+    )
+    code, output = burnish(
+        work, "run", "mine.py:Plain", "sft.yaml", "--dry-run", "--devices", "1xH100-80G"
+    )
+    assert code == 0, output
+    assert "not planned: the method plain" in output

@@ -78,7 +78,7 @@ def examples_of(rows: Sequence[Example | tuple[Example, ...]]) -> list[Example]:
 def train(method: OfflineMethod, config: RunConfig, layout: Layout, device: torch.device) -> None:
     """Train as `config` says, from where its run directory left off. Collective."""
     config, local = local_inputs(config, device, layout)
-    size = config.batch.examples
+    size = method.rows_per_step(config)
     with open_run(config, method, layout, device) as session:
         with session.progress.phase("setup", 3) as bar:
             card = model_card(method, config)

@@ -38,7 +38,6 @@ from burnish.runs.setup import (
     load_start,
     make_loader,
     make_run_engine,
-    prompt_dataset,
     train_dataset,
 )
 from burnish.runs.trainer_state import Fingerprints, weights_version
@@ -59,15 +58,15 @@ def train(method: RL, config: RunConfig, layout: Layout, device: torch.device) -
             card = model_card(method, config)
             foundation = lay_foundation(local, layout, device, given=config.model, card=card)
             bar.advance()
-            prompts = partial(prompt_dataset, foundation, pool=pool, progress=progress)
-            dataset = train_dataset(prompts, local.data)
-            held_out = local.data.validation and prompts(local.data.validation, "data.validation")
+            read = partial(method.dataset, foundation, pool=pool, progress=progress)
+            dataset = train_dataset(read, local.data)
+            held_out = local.data.validation and read(local.data.validation, "data.validation")
             # A broken reward ends the run here, and not after the first generation.
             pool.require_answer(dataset[0], dataset.first_row)
             bar.advance()
             by_epoch = method.stays_in_epoch(config)
             loader = make_loader(dataset, config.data, config.seed, by_epoch=by_epoch)
-            total = config.steps or loader.takes(config.batch.prompts, config.epochs)
+            total = config.steps or loader.takes(method.rows_per_step(config), config.epochs)
             formula = config.algorithm, local.reward.functions
             fingerprints = Fingerprints.of(
                 foundation.tokenizer, dataset, local.model.path, *formula, method=method.source
