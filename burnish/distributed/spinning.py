@@ -23,7 +23,8 @@ from burnish.distributed.device import own_cores
 
 _OWN_SETTINGS = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
 _TICK_SECONDS = 0.25
-# A thread that waits for a core during so large a share of the time is crowded out; alone it is one percent.
+# Threads are crowded out if one of them waits for a core during so large a share of the time, while other programs have the cores
+# for as long. The first alone proves nothing: a run's other threads, such as a tracker's, wait for those that spin.
 _CROWDED = 0.1
 # Ticks in a row after which threads count as crowded out, and as alone again.
 _CROWDED_TICKS = 2
@@ -78,21 +79,36 @@ def _waited() -> Mapping[str, float]:
     return seconds_by_thread
 
 
+def _used_by_others() -> float:
+    """Return the seconds that this process's cores have worked for other programs, or for other virtual machines."""
+    cores = {f"cpu{core}" for core in os.sched_getaffinity(0)}
+    ticks = 0
+    for line in Path("/proc/stat").read_text().splitlines():
+        name, *counts = line.split()
+        if name in cores:
+            user, nice, system, _, _, interrupts, soft_interrupts, stolen, *_ = map(int, counts)
+            ticks += user + nice + system + interrupts + soft_interrupts + stolen
+    return ticks / os.sysconf("SC_CLK_TCK") - time.process_time()
+
+
 def _watch(end: Event, teams: int) -> None:
     crowded = 0
     calm = 0
     is_told = False
     release: Event | None = None
     before = _waited()
+    used_before = _used_by_others()
     since = time.monotonic()
     while not end.wait(_TICK_SECONDS):
         waited = _waited()
+        used = _used_by_others()
         now = time.monotonic()
         longest = max((waited[task] - before.get(task, 0.0) for task in waited), default=0.0)
-        is_crowded = longest > _CROWDED * (now - since)
+        is_crowded = min(longest, used - used_before) > _CROWDED * (now - since)
         crowded = crowded + 1 if is_crowded else 0
         calm = 0 if is_crowded else calm + 1
         before = waited
+        used_before = used
         since = now
         if release is None and crowded >= _CROWDED_TICKS:
             release = Event()

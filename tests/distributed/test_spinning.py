@@ -6,7 +6,9 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
+from threading import Event, Thread
 
 import pytest
 from hypothesis import given
@@ -78,6 +80,44 @@ def test_a_waiting_that_the_user_has_set_stays(setting: dict[str, str]) -> None:
     before, watched, most, _, is_equal = threads_when_crowded(**setting)
     assert before == watched == most
     assert is_equal
+
+
+@pytest.mark.parametrize(("waits", "is_used"), [(True, True), (True, False), (False, True)])
+def test_teams_sleep_only_if_threads_wait_and_others_work(
+    monkeypatch: pytest.MonkeyPatch, waits: bool, is_used: bool
+) -> None:
+    """A run's own threads wait for those that spin, so that waiting alone is no sign of other programs."""
+    ticks = iter(range(1, 1000))
+    looked: list[int] = []
+
+    def waited() -> dict[str, float]:
+        looked.append(next(ticks))
+        return {"1": looked[-1] * 10.0 * waits}
+
+    started: list[Event] = []
+    end = Event()
+    monkeypatch.setattr(spinning, "_TICK_SECONDS", 0.001)
+    monkeypatch.setattr(spinning, "_waited", waited)
+    monkeypatch.setattr(spinning, "_used_by_others", lambda: looked[-1] * 10.0 * is_used)
+    monkeypatch.setattr(spinning, "_sleep_as_team", started.append)
+    watcher = Thread(target=spinning._watch, args=(end, 2))
+    watcher.start()
+    while len(looked) < 20:
+        end.wait(0.001)
+    end.set()
+    watcher.join()
+    assert len(started) == (2 if waits and is_used else 0)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc/stat")
+def test_a_childs_work_counts_as_another_programs() -> None:
+    before = spinning._used_by_others()
+    own = time.process_time()
+    loop = "import time\nwhile time.process_time() < 0.5: pass"
+    subprocess.run([sys.executable, "-S", "-c", loop], check=True)
+    while time.process_time() < own + 0.5:
+        pass
+    assert spinning._used_by_others() - before >= 0.4
 
 
 def test_one_thread_is_not_watched() -> None:
