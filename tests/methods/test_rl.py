@@ -104,6 +104,9 @@ def test_parked_models_leave_the_device_to_the_generator_and_learn_the_same(
             held.append(sum(shard.tensor.untyped_storage().nbytes() for shard in shards))
             return super().generate(*args, **kwargs)
 
+    # Its proof is kept, so that the runs below make no engine and no generator but their own.
+    first = {"name": "proved", "steps": 1, "rollout": UNGUARDED, **EVERYTHING["critic"]}
+    run_method(METHODS["rl"], RunConfig.model_validate({**RL, **first}))
     monkeypatch.setattr("burnish.engines.torch.torch_engine.TorchEngine", Listed)
     monkeypatch.setattr("burnish.rollout.builtin.generator.BuiltinGenerator", Looking)
     found = []
