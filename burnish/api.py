@@ -1,7 +1,7 @@
 """The Python API: the commands `sft`, `rl` and `eval` for a script or a notebook.
 
-Keywords are further settings: `burnish.sft("sft.yaml", steps=10, optim={"lr": 1e-5})`. Under torchrun every process makes the
-same call.
+Keywords are further settings: `burnish.sft("sft.yaml", steps=10, optim={"lr": 1e-5})`. They may replace the file:
+`burnish.rl(model="DIR", data="x.jsonl", reward=correct)`. Under torchrun every process makes the same call.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Result:
         return read_metrics(RunDirectory(self.directory).metrics)
 
 
-def load_config(config: Config, **settings: Any) -> RunConfig:
+def load_config(config: Config | None = None, **settings: Any) -> RunConfig:
     """Return the whole configuration, with `settings` in place of its own.
 
     Raises `UsageError` for settings that do not exist or do not fit, `MissingError` for a missing file.
@@ -83,7 +83,7 @@ def load_config(config: Config, **settings: Any) -> RunConfig:
     return _loaded(config, settings)
 
 
-def _loaded(config: Config, settings: Mapping[str, Any]) -> RunConfig:
+def _loaded(config: Config | None, settings: Mapping[str, Any]) -> RunConfig:
     """Load settings, in which `data` may hold objects of the `datasets` library."""
     if "datasets" in sys.modules:
         from burnish.data.in_memory import with_stored
@@ -93,12 +93,12 @@ def _loaded(config: Config, settings: Mapping[str, Any]) -> RunConfig:
     return load_settings(config, settings)
 
 
-def sft(config: Config, **settings: Any) -> Result:
+def sft(config: Config | None = None, **settings: Any) -> Result:
     """Fine-tune on examples. An interrupted run continues from its newest checkpoint."""
     return run(SFT.name, config, **settings)
 
 
-def rl(config: Config, reward: Rewards = None, **settings: Any) -> Result:
+def rl(config: Config | None = None, reward: Rewards = None, **settings: Any) -> Result:
     """Learn from a reward. An interrupted run continues from its newest checkpoint.
 
     `reward` is a Python function, its name such as "rewards.py:correct", or several, in place of `reward.functions`; a
@@ -107,7 +107,7 @@ def rl(config: Config, reward: Rewards = None, **settings: Any) -> Result:
     return run(RL.name, config, **_with_reward(settings, reward))
 
 
-def run(method: str | type[Method], config: Config, **settings: Any) -> Result:
+def run(method: str | type[Method], config: Config | None = None, **settings: Any) -> Result:
     """Train with a method: a built-in one's name, `file.py:Class`, or your own subclass of `burnish.Method`."""
     chosen = load_method(method if isinstance(method, str) else name_of(method))
     if not chosen.trains:
@@ -119,7 +119,9 @@ def run(method: str | type[Method], config: Config, **settings: Any) -> Result:
     return Result(loaded.directory.absolute())
 
 
-def evaluate(config: Config, reward: Rewards = None, **settings: Any) -> dict[str, float]:
+def evaluate(
+    config: Config | None = None, reward: Rewards = None, **settings: Any
+) -> dict[str, float]:
     """Measure a model on held-out data and return the numbers by name.
 
     `config` may be a run, or a model: a directory or a hub's id.

@@ -446,6 +446,7 @@ def parse(argv: Sequence[str]) -> Namespace:
 
 def _unknown_option(option: str, arguments: Namespace) -> UsageError:
     from burnish.config.keys import known_keys
+    from burnish.config.short_names import full_name
     from burnish.config.suggestions import suggestion
 
     name, _, value = option.lstrip("-").partition("=")
@@ -453,7 +454,7 @@ def _unknown_option(option: str, arguments: Namespace) -> UsageError:
     if not hasattr(arguments, "overrides"):
         do = f"see burnish {arguments.command or ''} --help".replace("  ", " ")
         return UsageError(f"there is no option {option}", have=option, do=do)
-    if key in known_keys():
+    if full_name(key) in known_keys():
         want = "--dry-run"
         do = f"settings have no dashes: write {key}={value or 'VALUE'}"
     else:

@@ -15,9 +15,10 @@ from rich.text import Text
 
 from burnish.cli.output import print_text
 from burnish.config.document import dump_yaml, one_line, recorded
-from burnish.config.keys import Key, known_keys, plain_name
+from burnish.config.keys import Key, known_keys
 from burnish.config.load import DEFAULT, load_with_origins, read_config
 from burnish.config.schema import FORMULAS, RunConfig
+from burnish.config.short_names import meant_by
 from burnish.errors import UsageError
 from burnish.methods.table import method_meant_by
 from burnish.runs.run_directory import recorded_config
@@ -52,7 +53,10 @@ def show(args: Namespace) -> None:
 
 
 def explain(args: Namespace) -> None:
-    """Print a setting's meaning, values and default; or the keys of a section; or all sections."""
+    """Print a setting's meaning, values and default; or the keys of a section; or all sections.
+
+    A short name stands for all settings that end in it.
+    """
     console = Console(highlight=False)
     keys = known_keys()
     name = args.key
@@ -60,16 +64,21 @@ def explain(args: Namespace) -> None:
         console.print(Text((RunConfig.__doc__ or "").strip()), end="\n\n")
         _list(console, [key for key in keys.values() if "." not in key.name])
         return
-    key = keys.get(plain_name(name))
-    if key is None:
+    names = meant_by(name)
+    if not names:
         from burnish.config.suggestions import suggestion
 
         want, do = suggestion(name)
         raise UsageError(f"there is no setting {name}", have=name, want=want, do=do)
+    for each in names:
+        _explain_one(console, keys[each])
+
+
+def _explain_one(console: Console, key: Key) -> None:
     console.print(Text(key.name, style="bold"))
     console.print(Text(key.doc), end="\n\n")
     parents = (key.name, f"{key.name}[]")
-    below = [each for each in keys.values() if each.name.rpartition(".")[0] in parents]
+    below = [each for each in known_keys().values() if each.name.rpartition(".")[0] in parents]
     if not key.section or key.name in FORMULAS:
         _facts(console, key)
         console.print()

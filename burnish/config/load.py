@@ -1,6 +1,7 @@
 """Make a `RunConfig` from a YAML file and overrides, with the origin of each value.
 
-Mistakes are reported together, with file and line or "command line". Relative paths count from the working directory.
+Mistakes are reported together, with file and line or "command line". Relative paths count from the working directory. The command
+line and Python's keywords may shorten a name to an ending that only one setting has (`lora.rank`, `precision`).
 """
 
 from __future__ import annotations
@@ -33,6 +34,8 @@ _ARGUMENT = "argument"
 """The origin of a value from the Python API."""
 _RECORDED = "recorded"
 """The origin of a value of a run's recorded configuration."""
+_MAIN = {"model": "path", "data": "train", "reward": "functions"}
+"""Main keys of sections: one value in place of the section stands for them, as in `model=DIR data=x.jsonl`."""
 _LONGEST_SHOWN = 80
 _MOST_PROBLEMS = 20
 """Most problems in one error; nobody mends more at a time."""
@@ -42,8 +45,8 @@ def read_config(path: str | Path | RunConfig | None, overrides: Sequence[str] = 
     """Read `path` (None: only defaults; or a loaded configuration), then apply overrides `a.b=c` in order.
 
     A value is YAML (`optim.lr=1e-6`, `data.train=[a.jsonl]`, `steps=null`). One value stands for a list of one, or for a mapping
-    with its main key (`reward.functions=numeric`). An override of a section (`rollout={n: 4}`) changes the keys it names; a list
-    is replaced.
+    with its main key (`reward.functions=numeric`, `model=DIR`). An override of a section (`rollout={n: 4}`) changes the keys it
+    names; a list is replaced.
 
     Raises `MissingError` for an absent file, and `UsageError` for broken YAML, unknown keys and wrong values.
     """
@@ -61,9 +64,8 @@ def load_with_origins(
     elif path is not None:
         draft.take(read_document(path), str(path))
         subject = f"{path} and the command line" if overrides else str(path)
-    for override in sorted(
-        overrides, key=lambda each: not _names_a_formula(each.partition("=")[0])
-    ):
+    typed = [_in_full(override) for override in overrides]
+    for override in sorted(typed, key=lambda each: not _names_a_formula(each.partition("=")[0])):
         draft.override(override)
     config = draft.config(subject)
     names = [key.name for key in known_keys().values() if not key.section and "[" not in key.name]
@@ -73,16 +75,17 @@ def load_with_origins(
 
 
 def load_settings(
-    source: str | os.PathLike[str] | Mapping[str, Any] | RunConfig, settings: Mapping[str, Any]
+    source: str | os.PathLike[str] | Mapping[str, Any] | RunConfig | None,
+    settings: Mapping[str, Any],
 ) -> RunConfig:
-    """Return the configuration of a file, mappings or another configuration, with `settings` applied.
+    """Return the configuration of a file, mappings or another configuration (None: only defaults), with `settings` applied.
 
-    `settings` has sections as mappings (`optim={"lr": 1e-5}`) or dotted keys. Raises as `read_config` does.
+    `settings` has sections as mappings (`optim={"lr": 1e-5}`), dotted keys or short names. Raises as `read_config` does.
     """
     draft = _Draft()
     if isinstance(source, str | os.PathLike):
         draft.take(read_document(source), str(source))
-    else:
+    elif source is not None:
         values = source.model_dump(exclude_unset=True) if isinstance(source, RunConfig) else source
         if not isinstance(values, Mapping):
             raise UsageError(
@@ -92,8 +95,19 @@ def load_settings(
                 do="give one of the two",
             )
         draft.set_all(_plain(values), _ARGUMENT)
-    draft.set_all(_plain(settings), _ARGUMENT)
+    draft.set_all({_in_full(name): each for name, each in _plain(settings).items()}, _ARGUMENT)
     return draft.config("the settings")
+
+
+def _in_full(override: str) -> str:
+    """Return `name=value`, or a name alone, with the full name of its setting."""
+    written, equals, value = override.partition("=")
+    name = written.strip()
+    if plain_name(name) in known_keys():
+        return override
+    from burnish.config.short_names import full_name
+
+    return f"{full_name(name)}{equals}{value}"
 
 
 def _plain(value: Any) -> Any:
@@ -161,6 +175,9 @@ class _Draft:
         """Set a key, or in a section the keys of `value`."""
         if isinstance(value, Mapping) and value and _is_section(name):
             self.set_all({f"{name}.{key}": each for key, each in value.items()}, origin)
+            return
+        if name in _MAIN and not isinstance(value, Mapping | None):
+            self.set_all({f"{name}.{_MAIN[name]}": value}, origin)
             return
         if name.removesuffix(".name") in FORMULAS:
             self._forget_another_formula(name.removesuffix(".name"), value)

@@ -100,13 +100,21 @@ def test_explain_a_section_lists_values_and_hides_empty_defaults(
     assert "default: []" not in capsys.readouterr().out
 
 
-def test_a_name_that_several_settings_have_is_answered_with_all(
-    capsys: pytest.CaptureFixture[str],
+@pytest.mark.parametrize(
+    ("name", "explained"),
+    [
+        ("lr", ["optim.lr", "critic.lr"]),
+        ("temperature", ["rollout.temperature", "evaluation.temperature"]),
+        ("lora.rank", ["model.lora.rank"]),
+        ("weight", ["reward.functions[].weight", "reward.models[].weight"]),
+    ],
+)
+def test_a_short_name_explains_all_settings_that_end_in_it(
+    name: str, explained: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["config", "explain", "lr"]) == 2
-    written = capsys.readouterr().err
-    assert "optim.lr" in written
-    assert "critic.lr" in written
+    assert main(["config", "explain", name]) == 0
+    lines = [line.strip() for line in capsys.readouterr().out.splitlines()]
+    assert [line for line in lines if line in explained] == explained
 
 
 def test_show_takes_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

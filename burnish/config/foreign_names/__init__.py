@@ -1,4 +1,4 @@
-"""Read what other frameworks call the settings. Only errors and `burnish config translate` load this.
+"""Read what other frameworks call the settings. Only errors, short names and `burnish config translate` load this.
 
 Each framework is one table, a YAML file of this folder. A name that frameworks share stands in one table only. The text of a name
 states any difference in meaning, because nobody should change the algorithm by following it. Rare names, and names that are the
