@@ -14,7 +14,7 @@ import pytest
 pytest.importorskip("uvicorn", reason="the extra view is not installed")
 
 from support.runs.rollouts import made_rollout, table_of
-from view.chromium import PROGRAM, Pipe, Tab, chromium
+from scripts.chromium import PROGRAM, Pipe, Tab, chromium
 from view.served import viewer
 
 from bench.view_runs import HOSTILE, make_hostile_run, make_run
