@@ -1,4 +1,4 @@
-"""Chromium for tests, driven through its debugging pipe: no driver and no package is needed."""
+"""Drive Chromium through its debugging pipe, for tests and pictures: no driver and no package is needed."""
 
 from __future__ import annotations
 
@@ -50,11 +50,13 @@ class Tab:
         self._pipe.events.clear()
 
     def close(self) -> None:
+        """Close the tab."""
         self._pipe.call("Target.closeTarget", targetId=self._target)
         self.forget()
 
     @property
     def requests(self) -> list[str]:
+        """URLs that the page asked for."""
         return [event["request"]["url"] for event in self._events("Network.requestWillBeSent")]
 
     @property
@@ -67,14 +69,17 @@ class Tab:
             *(event["entry"]["text"] for event in logged if event["entry"]["level"] == "error"),
         ]
 
-    def resize(self, width: int, height: int, *, mobile: bool = False) -> None:
-        self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=mobile)  # fmt: skip
+    def resize(self, width: int, height: int, *, mobile: bool = False, scale: float = 1) -> None:
+        """Set the size in CSS pixels, each `scale` pixels of a picture wide."""
+        self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=scale, mobile=mobile)  # fmt: skip
 
     def dark(self, dark: bool) -> None:
+        """Prefer dark or light pages."""
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.call("Emulation.setEmulatedMedia", features=[scheme])
 
     def open(self, url: str) -> None:
+        """Load a page."""
         self.call("Page.navigate", url=url)
         self.wait("document.readyState === 'complete'")
 
@@ -99,13 +104,20 @@ class Tab:
             time.sleep(0.02)
 
     def press(self, key: str) -> None:
+        """Press a key and let it go."""
         text = {"text": key} if len(key) == 1 else {"text": "\r"} if key == "Enter" else {}
         code = {"Enter": 13, "Escape": 27, "ArrowLeft": 37, "ArrowRight": 39}.get(key, ord(key[0]))
         for kind, more in (("keyDown", text), ("keyUp", {})):
             self.call("Input.dispatchKeyEvent", type=kind, key=key, windowsVirtualKeyCode=code, **more)  # fmt: skip
 
-    def screenshot(self, path: Path) -> None:
-        path.write_bytes(base64.b64decode(self.call("Page.captureScreenshot")["data"]))
+    def screenshot(self, quality: int = 90) -> bytes:
+        """Return what is visible as WebP."""
+        options = {"format": "webp", "quality": quality, "optimizeForSpeed": False}
+        return base64.b64decode(self.call("Page.captureScreenshot", **options)["data"])
+
+    def printed(self) -> bytes:
+        """Return the page on paper, as PDF."""
+        return base64.b64decode(self.call("Page.printToPDF", printBackground=True)["data"])
 
 
 class Pipe:
@@ -118,6 +130,7 @@ class Pipe:
         self.events: list[dict[str, Any]] = []
 
     def call(self, method: str, session: str | None = None, **parameters: Any) -> dict[str, Any]:
+        """Call a method, and return its result."""
         self._last += 1
         message = {"id": self._last, "method": method, "params": parameters}
         if session is not None:
@@ -130,7 +143,8 @@ class Pipe:
             if answer.get("id") == self._last:
                 if "error" in answer:
                     raise AssertionError(f"{method}: {answer['error']}")
-                return answer["result"]
+                result: dict[str, Any] = answer["result"]
+                return result
             self.events.append(answer)
 
     def _read(self) -> dict[str, Any]:
@@ -141,11 +155,12 @@ class Pipe:
                 raise AssertionError("Chromium has ended")
             self._buffer += data
         message, _, self._buffer = self._buffer.partition(b"\0")
-        return json.loads(message)
+        answer: dict[str, Any] = json.loads(message)
+        return answer
 
 
 def _moved(descriptor: int) -> int:
-    """The same file under a number that is not 3 or 4, which are the browser's."""
+    """Return the same file under a number that is not 3 or 4, which are the browser's."""
     moved = fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, 10)
     os.close(descriptor)
     return moved

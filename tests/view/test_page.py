@@ -14,7 +14,6 @@ import pytest
 pytest.importorskip("uvicorn", reason="the extra view is not installed")
 
 from support.runs.rollouts import made_rollout, table_of
-from scripts.chromium import PROGRAM, Pipe, Tab, chromium
 from view.served import viewer
 
 from bench.view_runs import HOSTILE, make_hostile_run, make_run
@@ -22,6 +21,7 @@ from burnish.tracking.report import write_report
 from burnish.tracking.rollouts import write_rollouts
 from burnish.tracking.rundir import RunDirectory
 from burnish.tracking.trackers import json_line, json_numbers
+from scripts.chromium import PROGRAM, Pipe, Tab, chromium
 
 pytestmark = pytest.mark.skipif(PROGRAM is None, reason="there is no chromium here")
 
