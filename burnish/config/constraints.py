@@ -21,6 +21,7 @@ from burnish.config.schema import (
     Section,
     is_remote,
 )
+from burnish.config.shares import exact_part
 from burnish.errors import BurnishError, UsageError, count_text, together
 from burnish.extend import ENGINES, GENERATORS, TRACKERS, Table
 
@@ -93,6 +94,7 @@ _OF_TRAINING: Sequence[_Constraint] = (
     ("data.curriculum=measured", "data.weights=[]", "a mixture draws by its weights alone"),
     ("data.streaming", "steps", "streamed rows are not counted, so an epoch has no known end"),
     ("data.streaming", "data.curriculum=null", "rows cannot be sorted before all are read"),
+    ("data.max_rows", "data.streaming=0", "streamed rows are not counted"),
     ("data.streaming", "data.overlong=drop", "a long row is found when it is drawn"),
     ("distributed.check_replicas_every", "engine.replicas", "else there are no copies"),
     ("evaluation.every", "data.validation", "there is nothing to validate on"),
@@ -379,7 +381,14 @@ def _of_places(config: RunConfig) -> Iterator[BurnishError]:
             do="set checkpoint.mirror, or remove checkpoint.mirror_keep_last",
         )
     interval = checkpoint.save_every
-    if interval != "auto" and interval and checkpoint.keep_every % interval:
+    if isinstance(interval, str) and interval != "auto" and checkpoint.keep_every:
+        yield UsageError(
+            "checkpoint.keep_every counts steps, and the run saves by epochs",
+            have=_have(config, "checkpoint.keep_every", "checkpoint.save_every"),
+            want="checkpoint.save_every in steps, or checkpoint.keep_last",
+            do="set checkpoint.keep_last=N instead of checkpoint.keep_every",
+        )
+    if isinstance(interval, int) and interval and checkpoint.keep_every % interval:
         next_saved = -(-checkpoint.keep_every // interval) * interval
         yield UsageError(
             "checkpoint.keep_every keeps steps that are not saved",
@@ -461,15 +470,45 @@ def training_problems(config: RunConfig, waiting: int = 0) -> Iterator[BurnishEr
             want=f"each at least {_LEAST_SHARE:g} of their sum",
             do="raise the smallest weight, or leave its entry out of data.train",
         )
-    ramps = config.optim.warmup_steps + config.optim.decay_steps
-    if config.steps is not None and ramps > config.steps - waiting > 0:
+    yield from _of_intervals(config)
+    yield from _of_ramps(config, waiting)
+
+
+def _of_intervals(config: RunConfig) -> Iterator[BurnishError]:
+    """Yield settings that count in epochs where no epoch has a known length."""
+    endless = ["data.streaming", "data.weights"]
+    endless += ["data.curriculum"] if config.data.curriculum == "measured" else []
+    given = [name for name in endless if _given(config, name)]
+    for name in ("evaluation.every", "checkpoint.save_every"):
+        if given and str(_value(config, name)).endswith(("epoch", "epochs")):
+            yield UsageError(
+                f"{name} counts epochs, and with {given[0]} an epoch has no known length",
+                have=_have(config, name, given[0]),
+                want="a number of steps",
+                do=f"set {name}=STEPS",
+            )
+
+
+def _of_ramps(config: RunConfig, waiting: int) -> Iterator[BurnishError]:
+    """Yield why warm-up and decay do not fit into the steps after `waiting` ones."""
+    ramps = [config.optim.warmup_steps, config.optim.decay_steps]
+    if config.steps is None:
+        steps = 100
+        ramps = [each for each in ramps if isinstance(each, str)]
+    else:
+        steps = config.steps - waiting
+    needed = sum(exact_part(each, steps) for each in ramps)
+    if needed > steps > 0:
         names = ["optim.warmup_steps", "optim.decay_steps", "steps"]
         names += ["critic.warmup_steps"] if waiting else []
+        most = "100%" if config.steps is None else f"{steps} steps"
         yield UsageError(
             "the learning rate's warm-up and decay are longer than the run",
             have=_have(config, *(name for name in names if _given(config, name))),
-            want=f"at most {config.steps - waiting} steps of warm-up and decay together",
-            do=f"shorten them, or set steps={ramps + waiting} or more",
+            want=f"at most {most} of warm-up and decay together",
+            do="shorten them"
+            if any(isinstance(each, str) for each in ramps)
+            else f"shorten them, or set steps={needed + waiting} or more",
         )
 
 

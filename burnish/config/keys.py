@@ -106,6 +106,8 @@ _PATTERNS = {
     "^([A-Za-z]": "an entry point's name, file.py:Class or module:Class",
     "^https?:": "a URL, http:// or https://",
     "^(env|https?:": "env, or a URL, http:// or https://",
+    r"^(\d{1,2}": "a share such as 10%",
+    r"^(\d+(": "a part of an epoch such as 1/4 epoch",
 }
 _BOUNDS = {
     "minimum": "{:.15g} or more",

@@ -38,6 +38,10 @@ FunctionName = Annotated[str, Field(pattern=r"^.+:[A-Za-z_]\w*$")]
 """file.py:name or module:name."""
 ExtensionName = Annotated[str, Field(pattern=r"^([A-Za-z][\w.-]*|.+:[A-Za-z_]\w*)$")]
 """The name of an entry point, file.py:Class or module:Class. `burnish.extend` finds it."""
+Share = Annotated[str, Field(pattern=r"^(\d{1,2}(\.\d+)?|100)%$")]
+"""A share of all steps or rows: 10%. `burnish.config.shares` counts."""
+Epochs = Annotated[str, Field(pattern=r"^(\d+(\.\d+)?|\d+/[1-9]\d*) epochs?$")]
+"""An interval in epochs: 1 epoch, 1/4 epoch, 0.5 epoch."""
 MomentDecay = Annotated[float, Field(ge=0, lt=1)]
 """AdamW's beta."""
 AdvantageName = Literal[
@@ -198,10 +202,10 @@ class OptimConfig(Section):
     """Peak learning rate."""
     schedule: Literal["constant", "linear", "cosine", "wsd"] = "constant"
     """What follows the warm-up. linear, cosine: decay to the end of the run. wsd: constant, then linear decay over `decay_steps`."""
-    warmup_steps: int = Field(0, ge=0)
-    """Steps of linear warm-up from 0."""
-    decay_steps: int = Field(0, ge=0)
-    """wsd: steps of decay at the end."""
+    warmup_steps: Annotated[int, Field(ge=0)] | Share = 0
+    """Steps of linear warm-up from 0: a number, or a share of all steps such as 10%, rounded up."""
+    decay_steps: Annotated[int, Field(ge=0)] | Share = 0
+    """wsd: steps of decay at the end: a number, or a share of all steps."""
     min_lr_ratio: float = Field(0.0, ge=0, le=1)
     """The decay ends at this fraction of `lr`."""
     betas: tuple[MomentDecay, MomentDecay] = Field((0.9, 0.999), strict=False)
@@ -227,6 +231,8 @@ class DataConfig(Section):
     """A column of numbers. Each epoch goes through the rows from small to large numbers; equal ones are shuffled. With - before it, from large to small: -pass_rate begins with the easiest prompts. measured, RL: leave a prompt out more and more often while all its completions get equal rewards in this run; needs `steps`. Default: no such order."""
     streaming: int = Field(0, ge=0)
     """Read `train` during training, in windows of this many megabytes. Use it for data that do not fit on the disk, or that take too long to tokenize first. Each process holds two windows, with `weights` of each entry. Files are shuffled, and rows within a window. Needs `steps`. 0: tokenize all rows before the first step."""
+    max_rows: MayChange[int | None] = Field(None, ge=1)
+    """Use only the first rows of `train`, so many; with `weights`, of each entry. A run is resumed with the rows that it began with. Default: all."""
     validation: MayChange[list[str]] = []
     """The same as `train`, for validation. Default split: validation, or else test."""
     prompt_column: str | None = None
@@ -629,8 +635,8 @@ class CriticConfig(Section):
 class EvaluationConfig(SamplingConfig):
     """Validation on held-out data. It reads the weights and never changes them."""
 
-    every: int = Field(0, ge=0)
-    """Steps between validations; the last step is always validated. 0: none after the first step."""
+    every: Annotated[int, Field(ge=0)] | Epochs = 0
+    """Steps between validations, or a part of an epoch: 1 epoch, 1/4 epoch. The last step is always validated. 0: none after the first step."""
     before: bool = True
     """Validate before the first step, if there are held-out data."""
     n: int = Field(1, ge=1)
@@ -655,8 +661,8 @@ class KeepBestConfig(Section):
 class CheckpointConfig(Section):
     """When to save and what to keep. A step is deleted if no setting keeps it and it is not pinned."""
 
-    save_every: Literal["auto"] | Annotated[int, Field(ge=0)] = "auto"
-    """Steps between checkpoints. auto: save about every 30 minutes, and the steps that keep_every or keep_best asks for. 0: save only at the end. A run that a signal stops is saved in any case."""
+    save_every: Literal["auto"] | Annotated[int, Field(ge=0)] | Epochs = "auto"
+    """Steps between checkpoints, or a part of an epoch: 1 epoch, 1/4 epoch. auto: save about every 30 minutes, and the steps that keep_every or keep_best asks for. 0: save only at the end. A run that a signal stops is saved in any case."""
     keep_last: int = Field(2, ge=1)
     """Number of newest committed steps to keep."""
     keep_every: int = Field(0, ge=0)

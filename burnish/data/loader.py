@@ -6,6 +6,7 @@ import base64
 import math
 import zlib
 from collections.abc import Sequence
+from fractions import Fraction
 
 import numpy as np
 import numpy.typing as npt
@@ -81,9 +82,12 @@ class Loader:
 
     def takes(self, count: int, epochs: int) -> int:
         """Return how many `take(count)` make up `epochs` epochs."""
-        if self._by_epoch:
-            return epochs * math.ceil(self.size / count)
-        return math.ceil(epochs * self.size / count)
+        return math.ceil(epochs * self.epoch_steps(count))
+
+    def epoch_steps(self, count: int) -> Fraction:
+        """Return how many `take(count)` make up an epoch, which may end within one."""
+        steps = Fraction(self.size, count)
+        return Fraction(math.ceil(steps)) if self._by_epoch else steps
 
     def take(self, count: int) -> list[int]:
         """Return the next `count` indices, across epochs; by epoch, at most the rest of this one."""

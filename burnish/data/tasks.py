@@ -175,7 +175,7 @@ class RowDataset(ItemSequence[Item]):
     def _lengths(self, progress: Progress) -> Lengths:
         """Tokenize all rows, unless an earlier start did. Collective."""
         rows = self.rows
-        data = self._data.model_dump(exclude={"train", "validation"})
+        data = self._data.model_dump(exclude={"train", "validation", "max_rows"})
         kind = type(self).__name__
         ends = self._eos
         named = (rows.digest, len(rows), rows.keys, kind, self.limit, data, ends, self._strict)

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
+from fractions import Fraction
 from pathlib import Path, PurePath
 from types import MappingProxyType
 
@@ -20,6 +21,7 @@ from torch import Tensor
 from burnish.checkpoint.retention import require_measured
 from burnish.checkpoint.steps import step_name
 from burnish.checkpoint.write_plan import MAIN
+from burnish.config.shares import steps_between
 from burnish.data.loader import State
 from burnish.distributed.collectives import agree, same_on_all_ranks
 from burnish.distributed.device import peak_flops
@@ -68,6 +70,7 @@ class Run:
         learners: Mapping[str, Learner],
         fingerprints: Fingerprints,
         total_steps: int,
+        epoch_steps: Fraction,
     ) -> None:
         """Load the models, by role, from the newest committed step, else their initial weights. Collective.
 
@@ -79,6 +82,7 @@ class Run:
         self._learners = learners
         self._fingerprints = fingerprints
         self._total_steps = total_steps
+        self._epoch_steps = epoch_steps
         self._validate: Validation | None = None
         self._queue: BatchQueue | None = None
         self._finite_loss = True
@@ -361,9 +365,11 @@ class Run:
         is_rated = validated and settings.keep_best.metric is not None
         return is_rated or self._is_due(settings.keep_every)
 
-    def _is_due(self, every: int) -> bool:
+    def _is_due(self, every: int | str) -> bool:
+        """Return whether an interval ended in this step, or the run."""
         step = self.state.step
-        return every > 0 and (step % every == 0 or step == self._total_steps)
+        steps = steps_between(every, self._epoch_steps)
+        return steps > 0 and (step // steps > (step - 1) // steps or step == self._total_steps)
 
 
 def counted(loss: LossFn, bar: Bar) -> LossFn:

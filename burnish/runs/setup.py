@@ -374,7 +374,8 @@ def _rows(
         shuffle = data.shuffle
         layout = foundation.layout
         return open_rows(paths, setting, buffer, seed=seed, shuffle=shuffle, layout=layout)
-    return load_rows(paths, setting, progress)
+    rows = load_rows(paths, setting, progress)
+    return rows.first(data.max_rows) if setting == "data.train" else rows
 
 
 def train_dataset(

@@ -21,6 +21,7 @@ from burnish.config.schema import (
     RunConfig,
     SamplingConfig,
 )
+from burnish.config.shares import every_text
 from burnish.data.entries import entry_files
 from burnish.errors import BurnishError, UsageError, bytes_text, count_text, table
 from burnish.families import ModelShape
@@ -62,6 +63,9 @@ def summary(
     about = ""
     if method.trains:
         text, count, about = _data(data.train, "data.train")
+        if data.max_rows is not None:
+            text += f", the first {count_text(data.max_rows, 'row')}"
+            count, about = (data.max_rows, "") if count > data.max_rows else (count, about)
         rows.append(("train on", text))
     if config.evaluation.every or not method.trains:
         rows.append(("validate on", _data(data.validation, "data.validation")[0]))
@@ -133,7 +137,9 @@ def formula_rows(
 
 
 def _learning_rate(optim: OptimConfig) -> str:
-    warmup = f", {count_text(optim.warmup_steps, 'step')} of warm-up" if optim.warmup_steps else ""
+    steps = optim.warmup_steps
+    length = count_text(steps, "step") if isinstance(steps, int) else f"{steps} of the steps"
+    warmup = f", {length} of warm-up" if steps else ""
     return f"{optim.lr:g}, {optim.schedule}{warmup}"
 
 
@@ -142,7 +148,7 @@ def _output_rows(
 ) -> Iterator[Row]:
     interval = checkpoint.save_every
     best = checkpoint.keep_best
-    often = "about every 30 minutes" if interval == "auto" else f"every {interval} steps"
+    often = "about every 30 minutes" if interval == "auto" else every_text(interval)
     parts = [f"{often} and at the end" if interval else "at the end"]
     parts.append(f"the last {checkpoint.keep_last}")
     parts += [f"every {checkpoint.keep_every} steps"] if checkpoint.keep_every else []

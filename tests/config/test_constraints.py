@@ -203,6 +203,21 @@ BAD: list[tuple[str, list[str], list[str]]] = [
     ("sft", ["optim.min_lr_ratio=0.1"], ["optim.min_lr_ratio: 0.1"]),
     ("sft", ["optim.warmup_steps=9", "steps=8"], ["optim.warmup_steps: 9", "steps=9"]),
     (
+        "sft",
+        ["optim.schedule=wsd", "optim.warmup_steps=60%", "optim.decay_steps=50%"],
+        ["optim.warmup_steps: 60%, optim.decay_steps: 50%"],
+    ),
+    (
+        "rl",
+        ["optim.schedule=wsd", "optim.warmup_steps=60%", "optim.decay_steps=5", "steps=10"],
+        ["optim.warmup_steps: 60%, optim.decay_steps: 5, steps: 10"],
+    ),
+    (
+        "sft",
+        ["checkpoint.save_every=1 epoch", "checkpoint.keep_every=10"],
+        ["checkpoint.keep_every: 10", "checkpoint.keep_last"],
+    ),
+    (
         "rl",
         ["optim.schedule=wsd", "optim.decay_steps=5", "optim.warmup_steps=5", "steps=8"],
         ["optim.warmup_steps: 5, optim.decay_steps: 5, steps: 8", "steps=10"],
@@ -317,6 +332,12 @@ def test_what_does_not_go_together(command: str, overrides: list[str], facts: li
         ("rl", ["batch.prompts=12", "batch.minibatches=4"]),
         ("sft", ["optim.schedule=wsd", "optim.decay_steps=4", "optim.warmup_steps=4", "steps=8"]),
         ("sft", ["optim.warmup_steps=100"]),
+        ("sft", ["optim.schedule=wsd", "optim.decay_steps=90%", "optim.warmup_steps=10%"]),
+        ("rl", ["optim.schedule=wsd", "optim.decay_steps=20%", "optim.warmup_steps=2", "steps=9"]),
+        (
+            "rl",
+            ["evaluation.every=1/4 epoch", "data.validation=[v]", "checkpoint.save_every=1 epoch"],
+        ),
         ("sft", ["rollout.n=1", "rollout.temperature=0", "reward.functions=[]"]),
         ("sft", ["data.max_length=8192"]),
     ],
@@ -397,8 +418,20 @@ def test_the_weights_of_a_mixture_fit_its_entries() -> None:
 def test_what_needs_all_rows_is_refused_where_they_are_streamed() -> None:
     streamed = ["data.train=[a]", "data.streaming=64"]
     METHODS["rl"].check(config_of(*streamed, "steps=5"))
-    for wrong in ([], ["steps=5", "data.curriculum=hard"], ["steps=5", "data.overlong=error"]):
+    for wrong in (
+        [],
+        ["steps=5", "data.curriculum=hard"],
+        ["steps=5", "data.overlong=error"],
+        ["steps=5", "data.max_rows=9"],
+        ["steps=5", "checkpoint.save_every=1 epoch"],
+        ["steps=5", "evaluation.every=1/2 epoch", "data.validation=[v]"],
+    ):
         assert "data.streaming" in refused("sft", *streamed, *wrong)
+
+
+def test_a_mixture_has_no_epochs() -> None:
+    mixed = ["data.train=[a, b]", "data.weights=[3, 1]", "steps=5"]
+    assert "data.weights" in refused("sft", *mixed, "checkpoint.save_every=1 epoch")
 
 
 def test_a_measured_curriculum_needs_rewards_to_compare() -> None:

@@ -80,6 +80,7 @@ def test_across_epochs_as_many_full_parts_as_reach_their_end(size, count, epochs
     loader = Loader(size, 3, shuffle=True)
     takes = loader.takes(count, epochs)
     assert (takes - 1) * count < size * epochs <= takes * count
+    assert loader.epoch_steps(count) * count == size
 
 
 @given(

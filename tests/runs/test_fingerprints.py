@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 from dataclasses import asdict, replace
+from fractions import Fraction
 from pathlib import Path
 
 import pytest
@@ -105,7 +106,7 @@ def begin_with_own_data(layout: Layout, directory: Path) -> str:
         open_run(config, METHODS["sft"], layout, torch.device("cpu")) as session,
         pytest.raises(BurnishError) as error,
     ):
-        Run(session, {}, inputs, 1)
+        Run(session, {}, inputs, 1, Fraction(1))
     return str(error.value)
 
 

@@ -94,7 +94,8 @@ def train(method: OfflineMethod, config: RunConfig, layout: Layout, device: torc
             fingerprints = Fingerprints.of(
                 foundation.tokenizer, dataset, local.model.path, method=method.source
             )
-            run = Run(session, {MAIN: Learner(engine, foundation)}, fingerprints, total)
+            learners = {MAIN: Learner(engine, foundation)}
+            run = Run(session, learners, fingerprints, total, loader.epoch_steps(size))
             loader.state = run.state.cursor
             start = load_start(foundation, engine, session.intact) if method.keeps_start else None
             models = Models(foundation, engine, start)

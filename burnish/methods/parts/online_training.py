@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from dataclasses import replace
+from fractions import Fraction
 from functools import partial
 
 import torch
@@ -66,13 +67,14 @@ def train(method: RL, config: RunConfig, layout: Layout, device: torch.device) -
             bar.advance()
             by_epoch = method.stays_in_epoch(config)
             loader = make_loader(dataset, config.data, config.seed, by_epoch=by_epoch)
-            total = config.steps or loader.takes(method.rows_per_step(config), config.epochs)
+            size = method.rows_per_step(config)
+            total = config.steps or loader.takes(size, config.epochs)
             formula = config.algorithm, local.reward.functions
             fingerprints = Fingerprints.of(
                 foundation.tokenizer, dataset, local.model.path, *formula, method=method.source
             )
             run, update, judge, engines = _models(
-                foundation, session, fingerprints, total, advantage
+                foundation, session, fingerprints, total, loader.epoch_steps(size), advantage
             )
             # The models are loaded before the loader knows its place: only the step that was loaded says which rows come next.
             loader.state = run.state.cursor
@@ -151,6 +153,7 @@ def _models(
     session: Session,
     fingerprints: Fingerprints,
     total_steps: int,
+    epoch_steps: Fraction,
     advantage: Advantage | None,
 ) -> tuple[Run, PolicyUpdate, Judge | None, Sequence[Engine]]:
     """Load the models. Return the run, its update, its reward models, and the engines of policy, critic and reference."""
@@ -163,7 +166,7 @@ def _models(
 
         critic = Critic.make(foundation, total_steps, engine)
         learners[CRITIC] = critic
-    run = Run(session, learners, fingerprints, total_steps)
+    run = Run(session, learners, fingerprints, total_steps, epoch_steps)
     judge: Judge | None = None
     if config.reward.models:
         from burnish.methods.parts.judges import load_judge
