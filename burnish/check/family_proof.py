@@ -52,7 +52,7 @@ from burnish.distributed.rank_place import RankPlace
 from burnish.engines.base import Engine, Part
 from burnish.engines.factory import make_engine
 from burnish.errors import IncompatibleError, UsageError, refusing
-from burnish.models.kernels.mixers import has_mixers
+from burnish.models.kernels.mixers import mixers
 from burnish.models.meta_init import build_on_meta, longest_sequence, plain_model
 from burnish.records import Example, Request, TokenIds
 from burnish.rollout.base import Sampling
@@ -170,8 +170,9 @@ def small_material(
     if lora is not None:
         # Larger random adapters would saturate attention and Jamba's time steps, which magnifies rounding.
         most = 0.25 * (math.sqrt(lora.rank) if lora.rslora else lora.rank)
-        lora = lora.model_copy(update={"alpha": min(lora.alpha, most)})
-    examples = _examples(config, _LONGEST_OF_STATES if has_mixers(model) else _LONGEST)
+        # Dropout draws otherwise in plain PEFT.
+        lora = lora.model_copy(update={"alpha": min(lora.alpha, most), "dropout": 0.0})
+    examples = _examples(config, _LONGEST_OF_STATES if mixers(model) else _LONGEST)
     return Material(config, examples, engine, lora)
 
 

@@ -79,6 +79,7 @@ _OF_ENGINE: Sequence[_Constraint] = (
 _OF_ALL: Sequence[_Constraint] = (
     ("model.fresh", "model.tokenizer", "a new model comes without one"),
     ("model.lora", "model.path", "only the adapter of a new model would be saved"),
+    ("model.lora.dropout", "engine.compile=false", "it draws between compiled pieces"),
     ("optim.moments=bf16", "optim.kind=adamw", "muon has no such moments"),
     ("data.chat_template_name", "model.chat_template=null", "a file has one template"),
     ("checkpoint.keep_best.metric", "checkpoint.keep_best.mode", ""),
@@ -291,7 +292,8 @@ def setting_problems(config: RunConfig, world: int | None) -> Iterator[BurnishEr
 def model_problems(model: ModelConfig) -> Iterator[BurnishError]:
     """Yield why no model, or no adapter, follows from these settings."""
     lora = model.lora.model_dump(exclude_defaults=True)
-    others = ", ".join(f"model.lora.{name}" for name in lora if name not in ("path", "publish"))
+    own = ("path", "publish", "dropout")
+    others = ", ".join(f"model.lora.{name}" for name in lora if name not in own)
     if (model.path is None) == (model.fresh is None):
         yield UsageError(
             "exactly one of model.path and model.fresh has to be set",
@@ -305,6 +307,14 @@ def model_problems(model: ModelConfig) -> Iterator[BurnishError]:
             have=f"model.lora.path: {model.lora.path}, and {others}",
             want="model.lora.path alone",
             do=f"remove {others}",
+        )
+    experts = [target for target in model.lora.targets if "." in target]
+    if model.lora.dropout and experts:
+        yield UsageError(
+            "PEFT's adapters of experts have no dropout",
+            have=f"model.lora.dropout: {model.lora.dropout}, model.lora.targets: {', '.join(experts)}",
+            want="dropout, or experts among the targets",
+            do=f"set model.lora.dropout=0, or take {', '.join(experts)} out of model.lora.targets",
         )
     if model.adapter is None and lora:
         yield UsageError(

@@ -99,6 +99,8 @@ class LoraConfig(Section):
     """Linear layers by the last part of their names, such as q_proj; fused experts as experts.gate_up_proj and experts.down_proj. Default: all linear layers except the output layer, numbered ones and those that PEFT cannot adapt, which a warning names; and no experts."""
     rslora: bool = False
     """Scale by alpha / √rank instead (arXiv 2312.03732)."""
+    dropout: float = Field(0.0, ge=0, lt=1)
+    """Share of each adapted layer's inputs that its adapter does not see in a training pass, as PEFT's lora_dropout. Log-probs before an update, validations and rollouts see all. Not for experts."""
     publish: MayChange[Literal["merged", "adapter"]] = "merged"
     """What the generator gets after each step. merged: the whole model with the adapter added to its weights, which decodes fastest. adapter: only A and B, which are few bytes; the generator computes with them beside the weights, as training does."""
 

@@ -271,6 +271,7 @@ def _of_torch(
     query, key = _heads(model.shape, engine, width)
     rank = (model.lora.rank if model.lora else 0) * width
     heads = query + 2 * key
+    drops = model.lora is not None and model.lora.dropout > 0
     copies = cpu or engine.sequence_parallel > 1
     fused = family.has_llama_layers
     # A fused norm keeps its input; transformers' keeps fp32 copies, for its weight's gradient too.
@@ -281,6 +282,8 @@ def _of_torch(
     def inputs(source: float, *names: str) -> float:
         """Return bytes of linear layers' inputs, and of their adapters' narrow outputs."""
         saved = source if any(map(trains, names)) else 0.0
+        if drops:  # each adapter keeps what it sees of the inputs, and a byte for each
+            saved = (source + source / width) * sum(map(model.adapts, names))
         return saved + rank * sum(map(model.adapts, names))
 
     def outputs(*linears: tuple[str, float]) -> float:
@@ -292,7 +295,7 @@ def _of_torch(
         + (query + key) * normed * (family.query_norms != "none")
         + heads
         + (0 if cpu and width != FP32 else query)
-        + inputs(query if copies else 0.0, "o_proj"),
+        + inputs(query if copies or drops else 0.0, "o_proj"),
         products=part
         + outputs(("q_proj", query), ("k_proj", key), ("v_proj", key))
         + query

@@ -120,6 +120,8 @@ class Batch:
     """All tokens over all ranks, trained on or not."""
     imbalance: float = 1.0
     """Sum over rounds of the costliest rank's estimated time, over the mean of the ranks' sums; 1: no rank waits."""
+    seed: int = 0
+    """The run's seed, from which dropout follows in a training pass."""
 
     @property
     def is_routed(self) -> bool:

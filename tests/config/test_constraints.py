@@ -125,7 +125,12 @@ def test_a_micro_batch_is_as_long_as_its_processes_are_many() -> None:
 
 def test_how_an_adapter_is_published_is_no_part_of_it() -> None:
     METHODS["sft"].check(
-        config_of("model.path=m", "model.lora.path=a", "model.lora.publish=adapter")
+        config_of(
+            "model.path=m",
+            "model.lora.path=a",
+            "model.lora.publish=adapter",
+            "model.lora.dropout=0.1",
+        )
     )
 
 
@@ -176,6 +181,9 @@ BAD: list[tuple[str, list[str], list[str]]] = [
     ("sft", ["model.path=null", "model.fresh=c.json"], ["model.tokenizer"]),
     ("rl", ["model.lora.publish=adapter"], ["model.lora.rank: 0", "model.lora.rank=16"]),
     ("sft", ["model.lora.alpha=16"], ["model.lora.rank: 0", "model.lora.rank=16"]),
+    ("sft", ["model.lora.dropout=0.1"], ["model.lora.rank: 0", "model.lora.rank=16"]),
+    ("rl", ["model.lora.rank=4", "model.lora.dropout=0.1", "model.lora.targets=[q_proj,experts.down_proj]"], ["experts.down_proj", "model.lora.dropout=0"]),
+    ("sft", ["model.lora.rank=4", "model.lora.dropout=0.1", "engine.compile=true"], ["engine.compile", "model.lora.dropout"]),
     ("rl", ["model.lora.rank=4", "model.path=null", "model.fresh=c.json", "model.tokenizer=t"], ["model.path: null", "remove model.lora"]),
     ("sft", ["optim.moments=bf16", "optim.betas=[0.9,0.997]"], ["optim.betas: [0.9, 0.997]", "at most 0.996", "optim.betas=[0.9,0.95]"]),
     ("sft", ["optim.moments=bf16", "optim.betas=[0.9,0.95]", "optim.kind=muon"], ["optim.kind: muon", "change optim.moments"]),

@@ -86,9 +86,11 @@ def loss(outputs: TokenOutputs, micro: MicroBatch) -> tuple[Tensor, Stats]:
     return total, Stats(nll=Mean(-outputs.logprobs.detach().sum(), micro.loss_mask.sum()))
 
 
-def train(engine: Engine, examples: Sequence[Example], per_micro: int) -> dict[str, Any]:
+def train(
+    engine: Engine, examples: Sequence[Example], per_micro: int, seed: int = 0
+) -> dict[str, Any]:
     """Some steps; what came of them on this rank."""
-    batch = cut(examples, engine.layout, per_micro)
+    batch = replace(cut(examples, engine.layout, per_micro), seed=seed)
     losses, norms, gradients = [], [], None
     for _ in range(STEPS):
         losses.append(engine.forward_backward(batch, loss).values_by_name()["loss"])

@@ -31,6 +31,8 @@ from burnish.config.schema import LoraConfig
 from burnish.distributed.layout import Layout
 from burnish.distributed.processes import process_group
 from burnish.engines.base import Part
+from burnish.models.lora.dropout import TokenDropout, token_keys
+from burnish.records.seeds import derive_seed
 
 
 def on_ranks(fn: Callable[..., Any], world: int, *args: Any) -> list[Any]:
@@ -45,7 +47,7 @@ def train_rank(
     layout: Layout, path: Path, lora: LoraConfig, per_micro: int, changes: dict[str, Any]
 ) -> dict[str, Any]:
     engine = make_engine(layout, path, lora=lora, **changes)
-    return train(engine, examples_that_begin_alike(VOCAB), per_micro)
+    return train(engine, examples_that_begin_alike(VOCAB), per_micro, seed=11)
 
 
 def together(ranks: list[dict[str, Any]], key: str) -> dict[str, Tensor]:
@@ -125,6 +127,72 @@ def test_it_trains_as_peft_on_plain_transformers_does(
     gradients = together(ranks, "gradients")
     for name, gradient in wanted["gradients"].items():
         assert_relative(gradients[saved_name(name)], gradient, 1e-5, f"gradient of {name}")
+
+
+class DropAlone(torch.nn.Module):
+    """In place of PEFT's dropout: what Burnish drops of a sequence that is alone."""
+
+    def __init__(self, inner: TokenDropout, passes: dict[str, Any]) -> None:
+        super().__init__()
+        self.inner, self.passes = inner, passes
+
+    def forward(self, rows: Tensor) -> Tensor:
+        if not torch.is_grad_enabled():
+            return rows
+        ids, number = self.passes["ids"], self.passes["count"] // 5
+        keys = token_keys(ids, [len(ids)], derive_seed(11, "dropout", number))
+        self.inner.tokens = torch.from_numpy(keys).int()
+        return self.inner(rows)
+
+
+def plain_with_dropout(path: Path, lora: LoraConfig) -> Any:
+    """PEFT's model, whose layers drop what follows from the tokens of a sequence and the step."""
+    model = plain_adapted(path, lora)
+    passes: dict[str, Any] = {"count": -1, "ids": None}
+
+    def begin(_: Any, __: Any, options: dict[str, Any]) -> None:
+        passes["count"] += 1
+        passes["ids"] = options["input_ids"][0].numpy()
+
+    model.register_forward_pre_hook(begin, with_kwargs=True)
+    for name, layer in model.named_modules():
+        if hasattr(layer, "lora_A"):
+            plain = name.removeprefix("base_model.model.")
+            inner = TokenDropout(lora.dropout, plain, layer.in_features)
+            assert isinstance(layer.lora_dropout["default"], torch.nn.Dropout)
+            assert layer.lora_dropout["default"].p == lora.dropout
+            layer.lora_dropout["default"] = DropAlone(inner, passes)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("family", "world", "per_micro", "changes"),
+    [
+        ("qwen3", 1, 6, {"activation_checkpointing": "full"}),
+        ("llama", 2, 3, {"tensor_parallel": 2}),
+        pytest.param("qwen2", 2, 2, {"sequence_parallel": 2}, marks=pytest.mark.nightly),
+        pytest.param(
+            *("gemma3_text", 2, 1, {"activation_checkpointing": "selective"}),
+            marks=pytest.mark.nightly,
+        ),
+    ],
+)
+def test_it_drops_the_same_at_every_layout(
+    tmp_path: Path, family: str, world: int, per_micro: int, changes: dict[str, Any]
+) -> None:
+    path = save_tiny(tmp_path / "m", family, torch.float32)
+    lora = LoraConfig(rank=3, alpha=5.0, dropout=0.3)
+    examples = examples_that_begin_alike(VOCAB)
+    wanted = train_by_hand(plain_with_dropout(path, lora), examples)
+    without = train_by_hand(plain_adapted(path, lora), examples)
+    assert abs(wanted["losses"][0] - without["losses"][0]) > 1e-4
+    ranks = on_ranks(train_rank, world, path, lora, per_micro, changes)
+    for rank in ranks:
+        assert rank["losses"] == pytest.approx(wanted["losses"], rel=2e-6)
+        assert rank["norms"] == pytest.approx(wanted["norms"], rel=1e-5)
+    merged = {k: v for rank in ranks for k, v in rank["logprobs"].items()}
+    for number, (logprobs, _) in wanted["logprobs"].items():
+        assert_relative(merged[number][0], logprobs, 2e-5, f"log-probs of example {number}")
 
 
 def test_only_the_adapter_has_gradients_and_state(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from peft import PeftModel
+from peft import PeftConfig, PeftModel
 from safetensors.torch import load_file
 from support.checkpoints.states import committed, contents_of
 from support.faults.bit_flips import flip
@@ -36,6 +36,7 @@ from burnish.records import Example
 from burnish.runs.setup import example_dataset, lay_foundation
 from burnish.tracking.trackers import read_metrics
 
+DROPOUT = "model.lora.dropout=0.1"
 KL = {"algorithm": {"kl": {"coef": 0.1, "place": "reward"}}}
 
 
@@ -52,7 +53,7 @@ def lora(work):
 @pytest.fixture(scope="module")
 def alone(lora):
     """A run of six steps on one process."""
-    return done(lora, "sft", "sft-lora.yaml", "name=alone")
+    return done(lora, "sft", "sft-lora.yaml", "name=alone", DROPOUT)
 
 
 @pytest.fixture(scope="module")
@@ -110,12 +111,12 @@ def test_a_run_balances_by_what_its_update_costs(lora, monkeypatch):
 
 
 def test_interrupted_equals_uninterrupted(lora, alone):
-    require_same_when_interrupted(lora, ["sft", "sft-lora.yaml"], "sft", alone)
+    require_same_when_interrupted(lora, ["sft", "sft-lora.yaml", DROPOUT], "sft", alone)
 
 
 @pytest.mark.parametrize("publish", ["merged", pytest.param("adapter", marks=pytest.mark.nightly)])
 def test_interrupted_reinforcement_learning_equals_uninterrupted(lora, publish):
-    argv = ["rl", "rl-lora.yaml", f"model.lora.publish={publish}"]
+    argv = ["rl", "rl-lora.yaml", f"model.lora.publish={publish}", DROPOUT, "batch.minibatches=2"]
     peace = done(lora, *argv, f"name={publish}_peace")
     require_same_when_interrupted(lora, argv, publish, peace)
 
@@ -156,8 +157,19 @@ def test_the_kl_to_the_model_without_it_begins_at_zero(lora):
 
 @pytest.mark.nightly
 def test_on_other_numbers_of_processes_it_continues(lora, alone):
-    done(lora, "sft", "sft-lora.yaml", "name=grown", "steps=3")
-    require_same_moments(done(lora, "sft", "sft-lora.yaml", "name=grown", world=2), alone)
+    done(lora, "sft", "sft-lora.yaml", "name=grown", DROPOUT, "steps=3")
+    require_same_moments(done(lora, "sft", "sft-lora.yaml", "name=grown", DROPOUT, world=2), alone)
+
+
+def test_peft_reads_its_dropout_and_a_run_goes_on_with_its_own(lora, alone):
+    step = alone / "checkpoints/step-00000006"
+    assert PeftConfig.from_pretrained(step / "model").lora_dropout == 0.1
+    kept = metrics(alone)[-1]["val/loss"]
+    code, output = burnish(lora, "eval", "runs/alone")
+    assert code == 0, output
+    assert float(output.split()[-1]) == pytest.approx(kept, rel=1e-5)
+    code, output = burnish(lora, "sft", "sft-lora.yaml", "name=alone", "steps=7")
+    assert (code, "model.lora.dropout" in output) == (4, True), output
 
 
 def require_same_moments(run, other):

@@ -29,6 +29,7 @@ from burnish.models.meta_init import build_on_meta, materialize, model_sizes
 from burnish.models.names import model_shards, regions
 from burnish.models.scorer import Scorer, ScoringPlan
 from burnish.records import Batch, MicroBatch, TokenOutputs
+from burnish.records.seeds import derive_seed
 from burnish.tracking.stats import Stats
 
 
@@ -126,6 +127,9 @@ class TorchEngine(ShardedEngine):
             self._reduce_in_next_backward(last=index == last)
             with self._moving():
                 plan = self._plan(micro)
+                if self._adapter is not None:
+                    seed = derive_seed(batch.seed, "dropout", self.steps)
+                    self._adapter.begin_pass(plan, micro.input_ids, seed)
                 outputs = self._score(micro, plan, factors=None if is_filler else factors)
                 value, of_micro = loss(outputs, micro.to(self._device))
                 value.backward()  # type: ignore[no-untyped-call]

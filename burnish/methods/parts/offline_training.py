@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 
@@ -131,7 +131,8 @@ def train(method: OfflineMethod, config: RunConfig, layout: Layout, device: torc
                     batch, prepared = method.prepare(models, batch)
                     if prepared:
                         prepared = reduce_stats(prepared, engine.layout, device)
-                    stats = engine.forward_backward(batch, counted(loss, bar))
+                    seeded = replace(batch, seed=config.seed)
+                    stats = engine.forward_backward(seeded, counted(loss, bar))
                     # Prepares the next batch while an accelerator computes. A bad row of a stream would end this step too.
                     ahead = None if streaming or step + 1 == total else make_next()
                     stats = stats.merge(engine.optim_step(learning_rate(step, total, config.optim)))

@@ -126,7 +126,8 @@ def train(method: RL, config: RunConfig, layout: Layout, device: torch.device) -
                         if learning:
                             # A function of the step, with no state of its own: so it is right after any resume.
                             lr = learning_rate(step - waiting, total - waiting, config.optim)
-                            learned = policy.forward_backward(batch, counted(loss, bar))
+                            seeded = replace(batch, seed=config.seed)
+                            learned = policy.forward_backward(seeded, counted(loss, bar))
                             learned = learned.merge(policy.optim_step(lr))
                             stats = stats.merge(policy_stats(learned))
                 if learning:

@@ -38,9 +38,9 @@ def pack_mixers(model: PreTrainedModel) -> None:
                     norm.__class__ = type(kind.__name__, (_TokenwiseNorm, kind), {})
 
 
-def has_mixers(model: nn.Module) -> bool:
-    """Return whether `pack_mixers` has found layers with state."""
-    return any(isinstance(module, _PackedMixer) for module in model.modules())
+def mixers(model: nn.Module) -> list[str]:
+    """Return the names of layers with state, which `pack_mixers` has found."""
+    return [name for name, module in model.named_modules() if isinstance(module, _PackedMixer)]
 
 
 def _cache_of(module: nn.Module) -> str | None:

@@ -2,7 +2,7 @@
 
     y = W x + s B A x,    A [rank, in],  B [out, rank],  s = alpha / rank
 
-(rsLoRA, arXiv 2312.03732: s = alpha / √rank). There is no dropout: outputs must depend on the tokens alone.
+(rsLoRA, arXiv 2312.03732: s = alpha / √rank).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +32,7 @@ from burnish.distributed.layout import Layout
 from burnish.errors import IncompatibleError, few
 from burnish.families import family_of
 from burnish.files.safetensors import ADAPTER_PREFIX, model_digest
+from burnish.models.kernels.mixers import mixers
 from burnish.models.language_model import Composite
 from burnish.models.loading import SafetensorsSource
 from burnish.models.lora.adapter_config import (
@@ -47,8 +48,13 @@ from burnish.models.lora.adapter_config import (
 from burnish.models.lora.experts import AdaptedExperts, expert_parameters
 from burnish.models.meta_init import build_on_meta
 from burnish.models.names import Region, model_shards, regions
+from burnish.models.packing import on_device
 from burnish.models.parts import ShardRule, cut_regions
 from burnish.records.seeds import derive_seed
+
+if TYPE_CHECKING:
+    from burnish.models.lora.dropout import TokenDropout
+    from burnish.models.scorer import ScoringPlan
 
 # Elements of a weight that are merged in fp32 at a time.
 _BLOCK_ELEMENTS = 1 << 20
@@ -95,6 +101,7 @@ class Adapter:
         """
         plain = regions(model)
         _inject(model, config)
+        self._dropouts: list[TokenDropout] = []
         self._model = model
         self._rank = config.rank
         self._layers = _computing_layers(model)
@@ -133,6 +140,8 @@ class Adapter:
                     experts,
                     getattr(model.get_submodule(layer), "fan_in_fan_out", False),
                 )
+        if config.dropout:
+            self._drop_inputs(config.dropout)
         if base_dtype is not None:
             for parameter in model.parameters():
                 if not parameter.requires_grad:
@@ -143,6 +152,30 @@ class Adapter:
         """Make `base` and `weights` describe cut parameters."""
         self.base = cut_regions(self.base, cuts)
         self.weights = cut_regions(self.weights, cuts)
+        for dropout in self._dropouts:
+            cut = cuts.get(f"{dropout.layer}.lora_A.{ADAPTER_NAME}.weight")
+            if cut is not None and cut.dim == 1:
+                dropout.features = cut.spans
+
+    def _drop_inputs(self, share: float) -> None:
+        from burnish.models.lora.dropout import TokenDropout
+
+        for name, layer in self._model.named_modules():
+            if hasattr(layer, "lora_A"):
+                features = layer.lora_A[ADAPTER_NAME].in_features
+                layer.lora_dropout[ADAPTER_NAME] = TokenDropout(share, name, features)
+                self._dropouts.append(layer.lora_dropout[ADAPTER_NAME])
+
+    def begin_pass(self, plan: ScoringPlan, token_ids: Tensor, seed: int) -> None:
+        """Drop inputs in the next training pass by its tokens [T] and `seed`."""
+        if not self._dropouts:
+            return
+        from burnish.models.lora.dropout import token_keys
+
+        keys = token_keys(token_ids.numpy(), plan.lengths, seed)[plan.tree.computed]
+        tokens = on_device(plan.deal.mine(keys), plan.input_ids.device).int()
+        for dropout in self._dropouts:
+            dropout.tokens = tokens
 
     @contextmanager
     def off(self) -> Iterator[None]:
@@ -249,6 +282,14 @@ def target_weights(model: PreTrainedModel, config: LoraConfig) -> list[str]:
             have=few(lost),
             want="layers that keep their names",
             do=f"take {few(kinds_of(lost))} out of model.lora.targets",
+        )
+    states = [f"{name}." for name in mixers(model)] if config.dropout else []
+    if inside := [name for name in adapted if name.startswith(tuple(states))]:
+        raise IncompatibleError(
+            "layers with state compute sequences apart, where model.lora.dropout does not know their tokens",
+            have=few(kinds_of(inside)),
+            want="dropout in other layers",
+            do="set model.lora.dropout=0, or name other layers in model.lora.targets",
         )
     return adapted
 
@@ -392,6 +433,8 @@ def adapter_record(
         "rslora": lora.rslora,
         "targets": kinds_of(weights),
         "fan_in_fan_out": _is_transposed(built, weights),
+        # Steps of older versions lack it, and are the same.
+        **({"dropout": lora.dropout} if lora.dropout else {}),
     }
 
 

@@ -92,6 +92,7 @@ def peft_config(lora: LoraConfig, kinds: Sequence[str], is_transposed: bool = Fa
     return import_peft().LoraConfig(
         r=lora.rank,
         lora_alpha=lora.alpha,
+        lora_dropout=lora.dropout,
         use_rslora=lora.rslora,
         fan_in_fan_out=is_transposed,
         target_modules=[kind for kind in kinds if not are_parameters(kind)],
@@ -108,8 +109,10 @@ def save_adapter_config(
     `names` are the tensors of an adapter in a composite. Its layers are named in full there, because towers have some
     of the same kinds.
     """
-    lora = LoraConfig(rank=record["rank"], alpha=record["alpha"], rslora=record["rslora"])
-    is_transposed = record.get("fan_in_fan_out", False)  # steps of older versions lack it
+    # Steps of older versions lack some.
+    names_of_settings = ("rank", "alpha", "rslora", "dropout")
+    lora = LoraConfig(**{name: record[name] for name in names_of_settings if name in record})
+    is_transposed = record.get("fan_in_fan_out", False)
     values = peft_config(lora, record["targets"], is_transposed).to_dict()
     values |= {_BASE_PATH: record["base"], "inference_mode": True}
     if base := HubPlace.of(record["base"], "model"):
@@ -204,7 +207,7 @@ def with_adapter(model: ModelConfig, content: bytes) -> ModelConfig:
         settings = {ours: values[theirs] for theirs, ours in _UNDERSTOOD.items()}
         if values.get(_PARAMETERS):  # then there may be no target_modules
             settings["targets"] = settings["targets"] or []
-        own = {"path": model.lora.path, "publish": model.lora.publish}
+        own = {name: getattr(model.lora, name) for name in ("path", "publish", "dropout")}
         lora = LoraConfig.model_validate(own | settings)
         fused = LoraConfig.model_validate({"targets": values.get(_PARAMETERS) or []}).targets
         # PEFT writes all-linear as the full names of layers.

@@ -57,6 +57,7 @@ def plain_adapted(path: Path, lora: LoraConfig = LORA) -> Any:
         r=lora.rank,
         lora_alpha=lora.alpha,
         use_rslora=lora.rslora,
+        lora_dropout=lora.dropout,
         target_modules=[t for t in lora.targets if t not in EXPERTS]
         if lora.targets
         else "all-linear",
