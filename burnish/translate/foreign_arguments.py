@@ -1,122 +1,98 @@
-"""Read the arguments of another framework, and take values from them by the ends of their names."""
+"""Hold the arguments of another framework, and give each of them one fate."""
 
 from __future__ import annotations
 
-import os
-import re
-import shlex
-from collections.abc import Sequence
-from string import Template
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
-from burnish.config.document import dotted, one_line
-from burnish.config.load import read_document, read_text
-from burnish.config.parsing import parse_value
+from burnish.config.document import one_line
 from burnish.errors import UsageError
 
-_NAME = re.compile(r"\+{0,2}[A-Za-z_][\w.]*")
-_ASSIGNMENT = r"^\s*(?:export\s+)?([A-Za-z_]\w*)=(\S*)\s*$"
-"""A line of a shell script that sets a variable."""
-_ENDS_OF_A_COMMAND = ("&&", "||", "|", ";", "&")
-_YAML = (".yaml", ".yml")
 _LARGEST = 1e15
 
-Arguments = dict[str, Any]
-"""Values by name, as another framework calls it. What is translated is removed."""
+
+@dataclass(frozen=True, slots=True)
+class Fate:
+    """What becomes of one argument, or of several that mean something together."""
+
+    names: tuple[str, ...]
+    settings: Mapping[str, Any] | None = None
+    """The settings here that say the same, or an empty mapping if Burnish does that anyway; None if there are none."""
+    reason: str = ""
+    """Why there are none."""
+    is_open: bool = False
+    """Whether a person has to decide, because Burnish has the setting and the meaning differs or is unknown."""
 
 
-def read_arguments(words: Sequence[str]) -> Arguments:
-    """Read the file that a single word names, or `key=value` and `--flag value` as they are typed.
+@dataclass(slots=True)
+class Arguments:
+    """Arguments of another framework by name, as they were given.
 
-    A file is YAML or a shell script. Words of neither kind are left out. Raises `MissingError` and `UsageError`.
+    An argument has no fate until `carry`, `drop` or `leave` gives it one, and then keeps it. So none can vanish. An *ending* is
+    the last parts of a name, such as `max_steps` or `kl_ctrl.kl_coef`; it means the first argument with it that has no fate.
     """
-    if len(words) == 1 and "=" not in words[0] and not words[0].startswith("-"):
-        return _of_file(words[0])
-    return _of_words(words)
 
+    given: Mapping[str, Any]
+    """Values by name."""
+    program: tuple[str, ...] = ()
+    """The words before the first argument, such as `trl grpo`."""
+    strays: frozenset[str] = frozenset()
+    """Words after the program that are no argument. They stand among the given ones, as names without a value."""
+    fates: list[Fate] = field(default_factory=list)
+    """In the order of the decisions."""
+    implied: dict[str, Any] = field(default_factory=dict)
+    """What the framework does without being told, by the names of its own arguments."""
+    remarks: list[str] = field(default_factory=list)
+    """Sentences for the person who reads the result."""
 
-def take(arguments: Arguments, ending: str) -> Any:
-    """Remove the first argument with an ending, such as `max_steps` or `kl_ctrl.kl_coef`; return its value, or None."""
-    name = _first(arguments, ending)
-    return None if name is None else arguments.pop(name)
+    def imply(self, defaults: Mapping[str, Any]) -> None:
+        """Add the framework's defaults, where the argument is not given."""
+        self.implied |= {name: value for name, value in defaults.items() if name not in self.given}
 
+    @property
+    def unsettled(self) -> dict[str, Any]:
+        """Arguments without a fate, the given ones first."""
+        values = {**self.given, **self.implied}
+        settled = {name for fate in self.fates for name in fate.names}
+        return {name: value for name, value in values.items() if name not in settled}
 
-def look_up(arguments: Arguments, ending: str) -> Any:
-    """Return the value of the first argument with an ending, or None."""
-    name = _first(arguments, ending)
-    return None if name is None else arguments[name]
+    def name_of(self, ending: str) -> str | None:
+        """Return the name of the first argument with an ending, or None."""
+        return next((name for name in self.unsettled if f".{name}".endswith(f".{ending}")), None)
 
+    def look_up(self, ending: str) -> Any:
+        """Return the value of the first argument with an ending, or None."""
+        name = self.name_of(ending)
+        return None if name is None else self.unsettled[name]
 
-def number(arguments: Arguments, ending: str) -> Any:
-    """Return the number with an ending, or None. Raises `UsageError` for anything else."""
-    name = _first(arguments, ending)
-    value = None if name is None else arguments[name]
-    is_number = isinstance(value, int | float) and abs(value) < _LARGEST
-    if value is not None and not is_number:
-        raise UsageError(
-            f"{name} is not a number", have=one_line(value), want="a number", do=f"correct {name}"
-        )
-    return value
-
-
-def _first(arguments: Arguments, ending: str) -> str | None:
-    return next((name for name in arguments if f".{name}".endswith(f".{ending}")), None)
-
-
-def _of_file(name: str) -> Arguments:
-    if name.endswith(_YAML):
-        return dict(dotted(read_document(name).values))
-    script = _without_variables(read_text(name))
-    try:
-        return _of_words(shlex.split(script, comments=True))
-    except ValueError as error:
-        raise UsageError(
-            f"{name} is not a shell script", have=error, do="give the arguments themselves"
-        ) from None
-
-
-def _without_variables(script: str) -> str:
-    """Return a shell script in lines of whole commands, with the values of its variables in place."""
-    script = re.sub(r"`#.*?`", "", script)  # a remark between two lines of a command
-    script = script.replace("\\\n", " ")
-    # From the last to the first, because a variable's value may name an earlier one.
-    for variable, value in reversed(re.findall(_ASSIGNMENT, script, re.M)):
-        script = Template(script).safe_substitute({variable: value.strip("\"'")})
-    script = os.path.expandvars(script)
-    return re.sub(_ASSIGNMENT, "", script, flags=re.M)
-
-
-def _of_words(words: Sequence[str]) -> Arguments:
-    arguments: Arguments = {}
-    flag = ""  # the one that the next words may be values of
-    for word in words:
-        name, equals, text = word.removeprefix("--").partition("=")
-        if word.startswith("--"):
-            name = name.replace("-", "_")
-        if equals and _NAME.fullmatch(name):
-            arguments[name.lstrip("+")] = _value(text)
-            flag = ""
-        elif word.startswith("--"):
-            flag = name
-            arguments[flag] = True
-        elif word in _ENDS_OF_A_COMMAND or word.endswith(".py"):
-            flag = ""
-        elif flag:
-            arguments[flag] = _with_value(arguments[flag], _value(word))
-    if str(arguments.get("config", "")).endswith(_YAML):
-        arguments = {**_of_file(arguments.pop("config")), **arguments}
-    return arguments
-
-
-def _with_value(earlier: Any, value: Any) -> Any:
-    """Add a value to a flag's earlier ones: the first stands alone, further ones make a list."""
-    if earlier is True:
+    def number(self, ending: str) -> Any:
+        """Return the number with an ending, or None. Raises `UsageError` for anything else."""
+        value = self.look_up(ending)
+        is_number = isinstance(value, int | float) and abs(value) < _LARGEST
+        if value is not None and not is_number:
+            name = self.name_of(ending)
+            raise UsageError(
+                f"{name} is not a number",
+                have=one_line(value),
+                want="a number",
+                do=f"correct {name}",
+            )
         return value
-    return [*earlier, value] if isinstance(earlier, list) else [earlier, value]
 
+    def carry(self, settings: Mapping[str, Any], *endings: str) -> None:
+        """Say that arguments mean settings together; none if Burnish does that anyway."""
+        self._settle(endings, settings=settings)
 
-def _value(text: str) -> Any:
-    try:
-        return parse_value(text, "value").values
-    except UsageError:
-        return text
+    def drop(self, reason: str, *endings: str) -> None:
+        """Say why arguments have no counterpart."""
+        self._settle(endings, reason=reason)
+
+    def leave(self, reason: str, *endings: str) -> None:
+        """Say what a person has to decide about arguments."""
+        self._settle(endings, reason=reason, is_open=True)
+
+    def _settle(self, endings: Sequence[str], **fate: Any) -> None:
+        names = tuple(name for name in map(self.name_of, endings) if name is not None)
+        if names:
+            self.fates.append(Fate(names, **fate))

@@ -1,71 +1,89 @@
-"""Turn arguments of another framework into a configuration.
+"""Turn arguments of another framework into a configuration, and say what became of each.
 
 The tables in `burnish.config.foreign_names` have what a single argument means. A framework's module in this package has what
-several arguments mean together. A further framework is one table, and a module where it needs one.
+several arguments mean together, and what the framework does without being told.
 """
 
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from burnish.config.document import one_line, write_yaml
-from burnish.config.foreign_names import explain_foreign, known_ending, translate_setting
+from burnish.config.foreign_names import (
+    explain_foreign,
+    foreign_names,
+    known_ending,
+    translate_setting,
+)
 from burnish.config.keys import is_default, known_keys
 from burnish.config.load import load_settings
 from burnish.config.schema import FORMULAS
 from burnish.config.suggestions import suggestion
-from burnish.errors import UsageError
+from burnish.errors import UsageError, count_text
+from burnish.method import Method
 from burnish.methods.rl import RL
 from burnish.methods.sft import SFT
-from burnish.translate.foreign_arguments import Arguments, read_arguments
-from burnish.translate.trl import combine_trl
-from burnish.translate.verl import combine_verl
+from burnish.translate.foreign_arguments import Arguments, Fate
+from burnish.translate.framework import Framework
+from burnish.translate.sources import read_arguments
+from burnish.translate.trl import TRL
+from burnish.translate.verl import VERL
 
-_COMBINE: tuple[Callable[[Arguments], dict[str, Any]], ...] = (combine_verl, combine_trl)
+_FRAMEWORKS: tuple[Framework, ...] = (VERL, TRL)
 _OF_RL = ("algorithm.", "critic.", "reward.", "rollout.")
 """Sections that only reinforcement learning reads."""
+_LISTS = ("carried", "as by default", "have no counterpart", "left for you to decide")
+"""Each argument is in one of them. All but the first are printed."""
 
 
 def translate_arguments(words: Sequence[str]) -> str:
-    """Return YAML with comments for a file's name, or for arguments as they are typed. Unknown ones become comments.
+    """Return YAML with comments for a file's name, or for arguments as they are typed.
 
-    Raises `UsageError` if nothing is set, or if arguments do not fit together.
+    The comments name each argument that the settings do not show, and count all of them. Raises `UsageError` if nothing is set,
+    or if arguments do not fit together.
     """
     arguments = read_arguments(words)
-    if not arguments:
+    if not arguments.given:
         raise UsageError(
             "there is nothing to translate",
             have=shlex.join(words),
             want="key=value, --flag value, a YAML file or a shell script",
             do="give the arguments as they are typed, or the name of their file",
         )
-    settings: dict[str, Any] = {}
-    for combine in _COMBINE:
-        settings |= combine(arguments)
-    left_out = []
-    for name, value in arguments.items():
-        translated, reason = _translate_one(name, value)
-        for key, meant in translated.items():
-            if settings.setdefault(key, meant) != meant:
-                reason = f"{key} is {one_line(settings[key])} already"
-        if reason:
-            left_out.append(f"{name}={one_line(value)}: {reason}")
-    return _written(settings, left_out)
+    framework = next((each for each in _FRAMEWORKS if each.recognizes(arguments)), None)
+    if framework:
+        arguments.imply(framework.defaults(arguments))
+    for each in [framework] if framework else _FRAMEWORKS:
+        each.combine(arguments)
+    for name, value in arguments.unsettled.items():
+        _settle_one(arguments, name, value)
+    settings = _settings_of(arguments)
+    generates = framework.generates(arguments) if framework else None
+    if generates is None:
+        generates = any(key.startswith(_OF_RL) for key in settings)
+    return _written(arguments, settings, RL() if generates else SFT(), framework)
 
 
-def _translate_one(name: str, value: Any) -> tuple[dict[str, Any], str]:
-    """Return the settings that an argument means, or none and the reason."""
-    explanation = explain_foreign(known_ending(name) or "")
+def _settle_one(arguments: Arguments, name: str, value: Any) -> None:
+    """Give a fate to an argument that means something alone."""
+    if name in arguments.strays:
+        arguments.leave("no argument", name)
+        return
+    ending = known_ending(name) or ""
+    explanation = explain_foreign(ending)
     settings = translate_setting(name, value)
     if settings is None and not explanation and (key := _namesake(name)):
         settings = {key: value}
     if settings is not None:
-        refusal = _refusal(settings)
-        return ({}, refusal) if refusal else (settings, "")
-    _, do = suggestion(name)
-    return {}, explanation or (do if do.startswith("did you mean") else "not known here")
+        arguments.carry(settings, name)
+    elif ending in foreign_names().absent:
+        arguments.drop(explanation, name)
+    else:
+        _, do = suggestion(name)
+        is_near = do.startswith("did you mean")
+        arguments.leave(explanation or (do if is_near else "not known here"), name)
 
 
 def _namesake(name: str) -> str | None:
@@ -79,6 +97,37 @@ def _namesake(name: str) -> str | None:
     if len(keys) > 1:
         keys = [key for key in keys if key.startswith("rollout.")]
     return keys[0] if len(keys) == 1 else None
+
+
+def _settings_of(arguments: Arguments) -> dict[str, Any]:
+    """Return the settings of all arguments. Leave those to the person whose settings clash or do not fit."""
+    settings: dict[str, Any] = {}
+    # What the framework does by itself counts only where nothing given says otherwise.
+    order = sorted(arguments.fates, key=lambda fate: not _is_given(arguments, fate))
+    arguments.fates.clear()
+    for fate in order:
+        meant = {key: _fitted(key, value) for key, value in (fate.settings or {}).items()}
+        reason = _refusal(meant)
+        for key, value in meant.items():
+            if settings.get(key, value) != value:
+                reason = f"{key} is {one_line(settings[key])} already"
+        if reason:
+            arguments.fates.append(Fate(fate.names, reason=reason, is_open=True))
+        else:
+            arguments.fates.append(fate)
+            settings |= meant
+    return settings
+
+
+def _is_given(arguments: Arguments, fate: Fate) -> bool:
+    return any(name in arguments.given for name in fate.names)
+
+
+def _fitted(key: str, value: Any) -> Any:
+    """Return 3 for 3.0 where a whole number is wanted."""
+    known = known_keys().get(key)
+    is_whole = isinstance(value, float) and value.is_integer()
+    return int(value) if known and is_whole and "whole number" in known.values else value
 
 
 def _refusal(settings: Mapping[str, Any]) -> str:
@@ -95,22 +144,77 @@ def _refusal(settings: Mapping[str, Any]) -> str:
     return ""
 
 
-def _written(settings: Mapping[str, Any], left_out: Sequence[str]) -> str:
-    """Return settings that are no defaults as YAML, and as comments what was left out and what is still to do."""
-    method = RL() if any(key.startswith(_OF_RL) for key in settings) else SFT()
+def _written(
+    arguments: Arguments,
+    settings: Mapping[str, Any],
+    method: Method,
+    framework: Framework | None,
+) -> str:
+    """Return settings that are no defaults as YAML, and the fate of each argument and what is still to do as comments."""
     if not method.generates:
         settings = {_of_sft(key): value for key, value in settings.items()}
     tree = _nested({key: value for key, value in settings.items() if not is_default(key, value)})
     lines = [f"# for burnish {method.name}"]
     if tree:
         lines += write_yaml(tree).splitlines()
-    if left_out:
-        lines += ["", "# Left out:", *(f"#   {reason}" for reason in left_out)]
+    for title, entries in _sections(arguments, framework):
+        if entries:
+            lines += ["", f"# {title}:", *(f"#   {entry}" for entry in entries)]
     try:
         method.check(load_settings(tree, {}), None)
     except UsageError as error:
         lines += ["", "# Still to do:", *(f"#   {line}" for line in str(error).splitlines())]
-    return "\n".join(lines) + "\n"
+    return "\n".join([*lines, "", f"# {_count(arguments)}"]) + "\n"
+
+
+def _sections(arguments: Arguments, framework: Framework | None) -> Iterator[tuple[str, list[str]]]:
+    """Yield titles and lines of what the settings do not show."""
+    yield "Note", arguments.remarks
+    if framework:
+        own = [f"{key}: {one_line(value)}" for key, value in _implied(arguments).items()]
+        yield f"Set because {framework.name} does it without being told", own
+    lists = _lists(arguments)
+    for title in _LISTS[1:]:
+        yield title.capitalize(), [_line(arguments, *entry) for entry in lists[title]]
+
+
+def _line(arguments: Arguments, name: str, reason: str) -> str:
+    """Return an argument as it was given, and the reason of its fate."""
+    value = "" if name in arguments.strays else f"={one_line(arguments.given[name])}"
+    return f"{name}{value}: {reason}" if reason else name + value
+
+
+def _implied(arguments: Arguments) -> dict[str, Any]:
+    """Return the settings that are here only because the framework does that by itself."""
+    of_given: dict[str, Any] = {}
+    of_others: dict[str, Any] = {}
+    for fate in arguments.fates:
+        (of_given if _is_given(arguments, fate) else of_others).update(fate.settings or {})
+    return {
+        key: value
+        for key, value in of_others.items()
+        if key not in of_given and not is_default(key, value)
+    }
+
+
+def _lists(arguments: Arguments) -> dict[str, list[tuple[str, str]]]:
+    """Return the given arguments of each list, with the reasons of their fates."""
+    lists: dict[str, list[tuple[str, str]]] = {title: [] for title in _LISTS}
+    for fate in arguments.fates:
+        title = _LISTS[3] if fate.is_open else _LISTS[2]
+        if fate.settings is not None:
+            meant = [is_default(key, _fitted(key, value)) for key, value in fate.settings.items()]
+            title = _LISTS[1] if all(meant) else _LISTS[0]
+        lists[title] += [(name, fate.reason) for name in fate.names if name in arguments.given]
+    return lists
+
+
+def _count(arguments: Arguments) -> str:
+    """Return how many arguments are in each list."""
+    lengths = {title: len(entries) for title, entries in _lists(arguments).items()}
+    counts = ", ".join(f"{length} {title}" for title, length in lengths.items())
+    lost = len(arguments.given) - sum(lengths.values())
+    return f"{count_text(len(arguments.given), 'setting')}: {counts}, {lost} lost"
 
 
 def _of_sft(key: str) -> str:

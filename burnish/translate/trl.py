@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from burnish.errors import UsageError, count_text
-from burnish.translate.foreign_arguments import Arguments, look_up, number, take
+from burnish.translate.foreign_arguments import Arguments
+from burnish.translate.framework import Framework
 
 _BETAS = {"adam_beta1": 0.9, "adam_beta2": 0.999}
 """The names of AdamW's coefficients, and their defaults."""
@@ -20,27 +19,28 @@ _BATCH = (
 """What the size of a step's batch follows from."""
 
 
-def combine_trl(arguments: Arguments) -> dict[str, Any]:
-    """Return the settings, and remove the arguments. Raises `UsageError` for values that do not fit together."""
-    return {
-        **_rewards(arguments),
-        **_betas(arguments),
-        **_with_suffixes(arguments, "model.path", "model_name_or_path", "@", ["model_revision"]),
-        **_with_suffixes(
-            arguments, "data.train", "dataset_name", ":", ["dataset_config", "dataset_train_split"]
-        ),
-        **_batch(arguments),
-        **_steps(arguments),
-        **_upper_clip(arguments),
-    }
+def _recognizes(arguments: Arguments) -> bool:
+    return arguments.program[:1] == ("trl",)
 
 
-def _rewards(arguments: Arguments) -> dict[str, Any]:
-    functions = take(arguments, "reward_funcs")
+def _combine(arguments: Arguments) -> None:
+    """Raise `UsageError` for values that do not fit together."""
+    _rewards(arguments)
+    _betas(arguments)
+    _with_suffixes(arguments, "model.path", "model_name_or_path", "@", ["model_revision"])
+    parts = ["dataset_config", "dataset_train_split"]
+    _with_suffixes(arguments, "data.train", "dataset_name", ":", parts)
+    _batch(arguments)
+    _steps(arguments)
+    _upper_clip(arguments)
+
+
+def _rewards(arguments: Arguments) -> None:
+    functions = arguments.look_up("reward_funcs")
     if not functions:
-        return {}
+        return
     functions = functions if isinstance(functions, list) else [functions]
-    weights = take(arguments, "reward_weights")
+    weights = arguments.look_up("reward_weights")
     if not isinstance(weights, list):
         weights = [weights or 1.0] * len(functions)
     if len(weights) != len(functions):
@@ -54,7 +54,7 @@ def _rewards(arguments: Arguments) -> dict[str, Any]:
         {"function": _reward_function(str(function)), "weight": weight}
         for function, weight in zip(functions, weights, strict=True)
     ]
-    return {"reward.functions": rewards}
+    arguments.carry({"reward.functions": rewards}, "reward_funcs", "reward_weights")
 
 
 def _reward_function(name: str) -> str:
@@ -65,37 +65,30 @@ def _reward_function(name: str) -> str:
     return f"{module or 'trl.rewards'}:{function}"
 
 
-def _betas(arguments: Arguments) -> dict[str, Any]:
-    betas_given = {name: number(arguments, name) for name in _BETAS}
-    for name in betas_given:
-        take(arguments, name)
-    if all(beta is None for beta in betas_given.values()):
-        return {}
-    betas = [_BETAS[name] if beta is None else beta for name, beta in betas_given.items()]
-    return {"optim.betas": betas}
+def _betas(arguments: Arguments) -> None:
+    given = {name: arguments.number(name) for name in _BETAS}
+    if any(beta is not None for beta in given.values()):
+        betas = [_BETAS[name] if beta is None else beta for name, beta in given.items()]
+        arguments.carry({"optim.betas": betas}, *given)
 
 
 def _with_suffixes(
     arguments: Arguments, key: str, main: str, mark: str, suffixes: list[str]
-) -> dict[str, Any]:
-    """Return one setting for a name and its suffixes, as `OWNER/NAME@REVISION` or `OWNER/NAME:SUBSET/SPLIT`."""
-    if not look_up(arguments, main):
-        return {}
-    value = str(take(arguments, main))
-    parts = [str(part) for part in (take(arguments, suffix) for suffix in suffixes) if part]
-    return {key: f"{value}{mark}{'/'.join(parts)}" if parts else value}
+) -> None:
+    """Carry a name and its suffixes as one setting: `OWNER/NAME@REVISION` or `OWNER/NAME:SUBSET/SPLIT`."""
+    value = arguments.look_up(main)
+    if value:
+        parts = [str(part) for part in map(arguments.look_up, suffixes) if part]
+        whole = f"{value}{mark}{'/'.join(parts)}" if parts else str(value)
+        arguments.carry({key: whole}, main, *suffixes)
 
 
-def _batch(arguments: Arguments) -> dict[str, Any]:
-    """Return the prompts and mini-batches of a step, from sequences per device, micro-batches and devices."""
-    completions = number(arguments, "num_generations")
-    take(arguments, "num_generations")
-    settings = {"rollout.n": completions} if completions else {}
-    sizes = {name: number(arguments, name) for name in _BATCH}
+def _batch(arguments: Arguments) -> None:
+    """Carry the prompts and mini-batches of a step, from sequences per device, micro-batches and devices."""
+    completions = arguments.number("num_generations") or 1
+    sizes = {name: arguments.number(name) for name in _BATCH}
     if not sizes["per_device_train_batch_size"] and not sizes["generation_batch_size"]:
-        return settings
-    for name in sizes:
-        take(arguments, name)
+        return
     accumulated = sizes["gradient_accumulation_steps"] or 1
     # A generation lasts for so many micro-batches. By default all of them make up one optimizer step.
     micro_batches = sizes["steps_per_generation"] or accumulated
@@ -103,30 +96,31 @@ def _batch(arguments: Arguments) -> dict[str, Any]:
     sequences = sizes["generation_batch_size"]
     if not sequences:
         sequences = sizes["per_device_train_batch_size"] * devices * micro_batches
-    settings["batch.prompts"] = max(1, sequences // (completions or 1))
+        arguments.remarks.append(
+            f"batch: as on {count_text(devices, 'device')}, for which the arguments are"
+        )
+    settings = {"batch.prompts": max(1, sequences // completions)}
     if sizes["steps_per_generation"]:
         settings["batch.minibatches"] = max(1, micro_batches // accumulated)
-    return settings
+    arguments.carry(settings, *_BATCH)
 
 
-def _steps(arguments: Arguments) -> dict[str, Any]:
-    """Return the number of steps, and a warm-up that is a share of them. A share of unlimited steps stays an argument."""
-    steps = number(arguments, "max_steps")
-    share = number(arguments, "warmup_ratio")
-    take(arguments, "max_steps")
-    settings = {} if steps in (None, -1) else {"steps": steps}
-    if share and settings:
-        settings["optim.warmup_steps"] = round(share * steps)
-    if not share or settings:
-        take(arguments, "warmup_ratio")
-    return settings
+def _steps(arguments: Arguments) -> None:
+    """Carry the number of steps, and a warm-up that is a share of them. A share of unlimited steps is left."""
+    steps = arguments.number("max_steps")
+    share = arguments.number("warmup_ratio")
+    if steps == -1:
+        arguments.carry({}, "max_steps")
+    elif steps is not None and share:
+        arguments.carry({"optim.warmup_steps": round(share * steps)}, "warmup_ratio")
 
 
-def _upper_clip(arguments: Arguments) -> dict[str, Any]:
-    """Return the upper clip. With CISPO, TRL caps the whole ratio at it, which is 1 + clip_high here."""
-    high = number(arguments, "epsilon_high")
-    if not high:
-        return {}
-    take(arguments, "epsilon_high")
-    is_cispo = look_up(arguments, "loss_type") == "cispo"
-    return {"algorithm.clip_high": high - 1 if is_cispo else high}
+def _upper_clip(arguments: Arguments) -> None:
+    """Carry the upper clip. With CISPO, TRL caps the whole ratio at it, which is 1 + clip_high here."""
+    high = arguments.number("epsilon_high")
+    if high:
+        is_cispo = arguments.look_up("loss_type") == "cispo"
+        arguments.carry({"algorithm.clip_high": high - 1 if is_cispo else high}, "epsilon_high")
+
+
+TRL = Framework("TRL", recognizes=_recognizes, combine=_combine)

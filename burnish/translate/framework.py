@@ -1,0 +1,24 @@
+"""What `burnish config translate` knows of one framework beside its table of names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from burnish.translate.foreign_arguments import Arguments
+
+
+@dataclass(frozen=True, slots=True)
+class Framework:
+    """A framework whose arguments are translated."""
+
+    name: str
+    recognizes: Callable[[Arguments], bool]
+    """Whether arguments can only be its own, by their program or by names that no other framework has."""
+    combine: Callable[[Arguments], None]
+    """Give a fate to arguments that mean something together. The table of names answers the others."""
+    defaults: Callable[[Arguments], Mapping[str, Any]] = lambda _: {}
+    """What it does without being told, by the names of its arguments; only where it changes the result."""
+    generates: Callable[[Arguments], bool | None] = lambda _: None
+    """Whether its program generates completions; None if the settings say so."""
