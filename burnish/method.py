@@ -104,7 +104,8 @@ class Method(ABC):
             problems += self.size_problems(
                 config, 1 if world is None else world // config.engine.sharing
             )
-        files = "data.train" if self.trains else "data.validation"
+        reads_train = self.trains or config.data.held_out
+        files = "data.train" if reads_train else "data.validation"
         problems += missing_files(config, files, "train" if self.trains else "evaluate")
         refuse(problems)
         self.settings(config)

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from operator import attrgetter
 from pathlib import Path
@@ -273,6 +274,7 @@ def setting_problems(config: RunConfig, world: int | None) -> Iterator[BurnishEr
     yield from _of_extensions(config)
     yield from _broken(config, (*_OF_ENGINE, *_OF_ACTIVATIONS, *_OF_ALL))
     yield from _of_places(config)
+    yield from _of_held_out(config)
     if config.optim.moments == "bf16" and max(config.optim.betas) > _LARGEST_BETA_IN_BF16:
         yield UsageError(
             "moments in bf16 cannot decay so slowly: rounding undoes each step's decay",
@@ -482,6 +484,26 @@ def training_problems(config: RunConfig, waiting: int = 0) -> Iterator[BurnishEr
         )
     yield from _of_intervals(config)
     yield from _of_ramps(config, waiting)
+
+
+def _of_held_out(config: RunConfig) -> Iterator[BurnishError]:
+    """Yield why no share of the training data can be held out."""
+    data = config.data
+    shares = [each for each in data.validation if re.fullmatch(r"[\d.]+%|0?\.\d+", each)]
+    if shares and (not data.held_out or not 0 < exact_part(data.held_out, 100) < 100):
+        yield UsageError(
+            "data.validation is no share of the training data",
+            have=_have(config, "data.validation"),
+            want="one share, more than 0% and less than 100%, such as 5%; or files alone",
+            do="set data.validation=5%, or name files",
+        )
+    elif shares and data.streaming:
+        yield UsageError(
+            "no share of streamed rows can be held out: they are not counted before they are drawn",
+            have=_have(config, "data.validation", "data.streaming"),
+            want="a file of its own for validation, or rows that are not streamed",
+            do="set data.validation=FILE, or data.streaming=0",
+        )
 
 
 def _of_intervals(config: RunConfig) -> Iterator[BurnishError]:

@@ -236,7 +236,7 @@ class DataConfig(Section):
     max_rows: MayChange[int | None] = Field(None, ge=1)
     """Use only the first rows of `train`, so many; with `weights`, of each entry. A run is resumed with the rows that it began with. Default: all."""
     validation: MayChange[list[str]] = []
-    """The same as `train`, for validation. Default split: validation, or else test."""
+    """The same as `train`, for validation. Default split: validation, or else test. Or a share, such as 5%: so many rows of `train` are held out, the same ones in every run on these rows; with `weights`, of each entry. Equal rows stay together, so no row is both trained on and validated."""
     prompt_column: str | None = None
     """RL, and prompt/completion data: the column of the prompt, which is text or messages. Default: one of the usual names."""
     completion_column: str | None = None
@@ -263,6 +263,12 @@ class DataConfig(Section):
     """What to do with a prompt or example over its limit. drop: leave it out and count it. error: stop the run before it starts."""
     shuffle: bool = True
     """Draw a new order every epoch, from `seed`."""
+
+    @property
+    def held_out(self) -> str:
+        """The share of `train` that is its validation, such as "5%"; "" if that has files of its own."""
+        text = self.validation[0] if len(self.validation) == 1 else ""
+        return text if re.fullmatch(r"\d+(\.\d+)?%", text) else ""
 
 
 class BatchConfig(Section):

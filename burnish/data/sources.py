@@ -12,13 +12,15 @@ import logging
 import os
 import shutil
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from itertools import chain, islice
 from pathlib import Path, PurePath
 from typing import Any
 
 import datasets
+import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.csv
 import pyarrow.parquet
@@ -58,6 +60,8 @@ class Rows:
     """Digest of the files' content."""
     is_streamed: bool = False
     """Whether rows are read during training, and so not counted."""
+    numbers: npt.NDArray[np.int64] | None = field(default=None, kw_only=True)
+    """Their numbers in the files, which grow; None if no row before the last is left out."""
 
     def __len__(self) -> int:
         return len(self.table)
@@ -67,7 +71,12 @@ class Rows:
 
     def number(self, index: int) -> int:
         """Return a row's number, the same in every epoch."""
-        return index
+        return index if self.numbers is None else int(self.numbers[index])
+
+    @property
+    def end(self) -> int:
+        """Return a number above those of all rows."""
+        return len(self) if self.numbers is None else int(self.numbers[len(self) - 1]) + 1
 
     def span(self, start: int, stop: int) -> list[Row]:
         """Return rows start to stop - 1 at once. Raises `UsageError` for unreadable ones."""
@@ -79,11 +88,23 @@ class Rows:
         rows = zip(*columns.values(), strict=True)
         return [dict(zip(columns, values, strict=True)) for values in rows]
 
+    def contents(self, start: int, stop: int) -> list[str]:
+        """Return a text for each of rows start to stop - 1, equal for equal rows."""
+        if self.keys:
+            return list(self.table[start:stop][_TEXT])
+        return [repr(row) for row in self.span(start, min(stop, len(self)))]
+
     def first(self, count: int | None) -> Rows:
         """Return the first rows; all for None, and if they are streamed."""
         if count is None or self.is_streamed or count >= len(self):
             return self
         return replace(self, table=self.table.select(range(count)))
+
+    def chosen(self, numbers: npt.NDArray[np.int64]) -> Rows:
+        """Return the rows with these numbers, which grow. No row may be left out yet."""
+        digest = xxhash.xxh3_128_hexdigest(numbers.tobytes())
+        table = self.table.select(numbers)
+        return replace(self, table=table, digest=f"{self.digest} {digest}", numbers=numbers)
 
     @property
     def columns(self) -> list[str]:
@@ -107,7 +128,8 @@ class Rows:
         if name not in self.columns or self.is_streamed:
             return False
         if not self.keys:
-            return bool(self.table.data.column(name).null_count < len(self))
+            column = self.table.data.column(name)  # with the rows that are left out
+            return bool(column.null_count < len(column))
         return any(json.loads(text).get(name) is not None for text in self.table[_TEXT])
 
     @property
@@ -116,7 +138,7 @@ class Rows:
 
     def where(self, index: int) -> str:
         """Name a row for an error message."""
-        return f"row {index} (counted from 0) of {_listed(self.files)}"
+        return f"row {self.number(index)} (counted from 0) of {_listed(self.files)}"
 
     def missing(self, names: Sequence[str], setting: str) -> MissingError:
         """Return the error for rows without any of these columns."""

@@ -425,7 +425,7 @@ class Mixture(ItemSequence[Item]):
         self.lengths = np.concatenate([part.lengths for part in parts])
         self._ends = np.cumsum([len(part) for part in parts])
         for before, part in pairwise(parts):
-            part.first_index = before.first_index + len(before.rows)
+            part.first_index = before.first_index + before.rows.end
 
     def __len__(self) -> int:
         return int(self._ends[-1])

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from burnish.config.schema import ModelConfig, RewardModelConfig, RunConfig
+from burnish.config.schema import DataConfig, ModelConfig, RewardModelConfig, RunConfig
 from burnish.distributed.collectives import agree, from_main
 from burnish.distributed.device import has_bf16_products
 from burnish.distributed.environment import place_of
@@ -19,6 +19,7 @@ from burnish.files.hub import HubPlace, is_elsewhere
 from burnish.files.safetensors import ADAPTER_CONFIG
 from burnish.files.urls import is_url
 from burnish.runs.hub_revisions import beginning, hub_entries, pin
+from burnish.runs.preflight import data_entries
 from burnish.tracking.progress import Progress
 
 if TYPE_CHECKING:
@@ -82,10 +83,11 @@ def _copy_all(
         _replace_model(values["model"], watch)
     _copy_models(values, watch, trains=trains, only_small=only_small)
     _copy_single_files(values, watch)
-    # Streamed data is read from where it lies, and an evaluation reads no training data.
-    copies_train = trains and not values["data"]["streaming"]
-    for name in ("train", "validation") if copies_train else ("validation",):
-        _copy_data(values["data"], name, watch, only_small=only_small)
+    data = DataConfig.model_validate(values["data"])
+    for name in data_entries(data, trains=trains):
+        # Streamed data is read from where it lies.
+        if name == "validation" or not data.streaming:
+            _copy_data(values["data"], name, watch, only_small=only_small)
 
 
 def _replace_model(model: dict[str, Any], watch: Watch | None) -> None:

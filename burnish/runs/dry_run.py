@@ -74,7 +74,8 @@ def set_up(config: RunConfig, method: Method, run_dir: Path | None = None) -> Ru
                 for load in method.dry_runs_of_models(laid):
                     with _collecting(errors):
                         load()
-            names = ["train", "validation"] if method.trains else ["validation"]
+            names = ["train"] if method.trains else []
+            names += ["validation"] if local.data.validation else []
             for name in names:
                 with _collecting(errors):
                     dataset = _first_rows(foundation, name, method, pool)
@@ -110,7 +111,8 @@ def _first_rows(
     config = foundation.config
     setting = f"data.{name}"
     is_streamed = name == "train" and config.data.streaming > 0
-    paths = [path for path in getattr(config.data, name) if not is_elsewhere(path, "dataset")]
+    entries = config.data.train if config.data.held_out else getattr(config.data, name)
+    paths = [path for path in entries if not is_elsewhere(path, "dataset")]
     if not paths and not is_streamed:
         return None
     progress = Progress(config.tracking.progress)

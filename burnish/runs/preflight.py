@@ -13,7 +13,14 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
-from burnish.config.schema import CriticConfig, EngineConfig, ModelConfig, RewardConfig, RunConfig
+from burnish.config.schema import (
+    CriticConfig,
+    DataConfig,
+    EngineConfig,
+    ModelConfig,
+    RewardConfig,
+    RunConfig,
+)
 from burnish.data.columns import READERS
 from burnish.data.entries import entry_files
 from burnish.distributed.environment import place_of
@@ -50,8 +57,7 @@ def require_inputs(config: RunConfig, method: Method, run_dir: Path | None = Non
     With `run_dir`, model and tokenizer come from that run's checkpoint.
     """
     problems = [] if run_dir else list(_models(config.model, config.critic, config.engine))
-    names = ("train", "validation") if method.trains else ("validation",)
-    for name in names:
+    for name in data_entries(config.data, trains=method.trains):
         for path in getattr(config.data, name):
             if is_asked_here(path, "dataset"):
                 problems += _caught(_data(path, f"data.{name}"))
@@ -66,6 +72,12 @@ def require_inputs(config: RunConfig, method: Method, run_dir: Path | None = Non
         problems += _trackers(config.tracking.trackers)
     if problems:
         raise together(problems, "the inputs of this run")
+
+
+def data_entries(data: DataConfig, *, trains: bool) -> list[str]:
+    """Return which of `data.train` and `data.validation` name data that a method reads."""
+    wanted = {"train": trains or bool(data.held_out), "validation": not data.held_out}
+    return [name for name, is_read in wanted.items() if is_read]
 
 
 def _caught(problems: Iterator[BurnishError]) -> Iterator[BurnishError]:

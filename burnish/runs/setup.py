@@ -374,23 +374,45 @@ def _rows(
         shuffle = data.shuffle
         layout = foundation.layout
         return open_rows(paths, setting, buffer, seed=seed, shuffle=shuffle, layout=layout)
-    rows = load_rows(paths, setting, progress)
-    return rows.first(data.max_rows) if setting == "data.train" else rows
+    if setting == "data.validation" and not data.held_out:
+        return load_rows(paths, setting, progress)
+    rows = load_rows(paths, "data.train", progress).first(data.max_rows)
+    if not data.held_out:
+        return rows
+    from burnish.data.held_out import split_off
+
+    return split_off(rows, data.held_out)[setting == "data.validation"]
 
 
 def train_dataset(
     read: Callable[[Sequence[str], str], Dataset], data: DataConfig
 ) -> Dataset | Mixture[Any]:
     """Read `data.train` as one data set or, with weights, as one for each entry. Collective."""
-    if not data.weights and not data.streaming:
-        return read(data.train, "data.train")
+    if not data.streaming:
+        return _read_entries(read, data, "data.train")
     entries = [[entry] for entry in data.train] if data.weights else [data.train]
     parts = [read(entry, "data.train") for entry in entries]
-    if data.streaming:
-        from burnish.data.streaming import Stream
+    from burnish.data.streaming import Stream
 
-        return Stream(cast(list[Any], parts))
-    return Mixture(cast(list[Any], parts))
+    return Stream(cast(list[Any], parts))
+
+
+def validation_dataset(
+    read: Callable[[Sequence[str], str], Dataset], data: DataConfig
+) -> Dataset | Mixture[Any]:
+    """Read `data.validation`, or the share of `data.train` that it names. Collective."""
+    if data.held_out:
+        return _read_entries(read, data, "data.validation")
+    return read(data.validation, "data.validation")
+
+
+def _read_entries(
+    read: Callable[[Sequence[str], str], Dataset], data: DataConfig, setting: str
+) -> Dataset | Mixture[Any]:
+    """Read the entries of `data.train` for a setting."""
+    if not data.weights:
+        return read(data.train, setting)
+    return Mixture([cast(Any, read([entry], setting)) for entry in data.train])
 
 
 def make_loader(

@@ -21,7 +21,7 @@ from burnish.config.schema import (
     RunConfig,
     SamplingConfig,
 )
-from burnish.config.shares import every_text
+from burnish.config.shares import every_text, part_of
 from burnish.data.entries import entry_files
 from burnish.errors import BurnishError, UsageError, bytes_text, count_text, table
 from burnish.families import ModelShape
@@ -67,8 +67,10 @@ def summary(
             text += f", the first {count_text(data.max_rows, 'row')}"
             count, about = (data.max_rows, "") if count > data.max_rows else (count, about)
         rows.append(("train on", text))
+        count -= part_of(data.held_out, count) if data.held_out else 0
     if config.evaluation.every or not method.trains:
-        rows.append(("validate on", _data(data.validation, "data.validation")[0]))
+        text = f"{data.held_out} of the rows of data.train" if data.held_out else ""
+        rows.append(("validate on", text or _data(data.validation, "data.validation")[0]))
     rows += method.facts(config)
     budget = config.batch.tokens_per_device
     rows.append(("micro-batch", f"at most {budget} tokens on each device"))

@@ -225,6 +225,12 @@ BAD: list[tuple[str, list[str], list[str]]] = [
         ["checkpoint.save_every=1 epoch", "checkpoint.keep_every=10"],
         ["checkpoint.keep_every: 10", "checkpoint.keep_last"],
     ),
+    ("sft", ["data.validation=100%"], ["data.validation: [100%]"]),
+    ("rl", ["data.validation=0%"], ["data.validation: [0%]"]),
+    ("rl", ["data.validation=0.05"], ["data.validation: ['0.05']", "5%"]),
+    ("sft", ["data.validation=[v, 5%]"], ["data.validation: [v, 5%]"]),
+    ("eval", ["data.validation=5%", "data.train=[]"], ["data.train: []"]),
+    ("sft", ["data.validation=5%", "data.streaming=9", "steps=5"], ["data.streaming: 9"]),
     (
         "rl",
         ["optim.schedule=wsd", "optim.decay_steps=5", "optim.warmup_steps=5", "steps=8"],
@@ -340,6 +346,8 @@ def test_what_does_not_go_together(command: str, overrides: list[str], facts: li
         ("rl", ["batch.prompts=12", "batch.minibatches=4"]),
         ("sft", ["optim.schedule=wsd", "optim.decay_steps=4", "optim.warmup_steps=4", "steps=8"]),
         ("sft", ["optim.warmup_steps=100"]),
+        ("rl", ["data.validation=5%", "evaluation.every=1"]),
+        ("eval", ["data.validation=0.5%"]),
         ("sft", ["optim.schedule=wsd", "optim.decay_steps=90%", "optim.warmup_steps=10%"]),
         ("rl", ["optim.schedule=wsd", "optim.decay_steps=20%", "optim.warmup_steps=2", "steps=9"]),
         (

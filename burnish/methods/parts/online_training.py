@@ -40,6 +40,7 @@ from burnish.runs.setup import (
     make_loader,
     make_run_engine,
     train_dataset,
+    validation_dataset,
 )
 from burnish.runs.trainer_state import Fingerprints, weights_version
 from burnish.tracking.stats import Max, Stats
@@ -61,7 +62,7 @@ def train(method: RL, config: RunConfig, layout: Layout, device: torch.device) -
             bar.advance()
             read = partial(method.dataset, foundation, pool=pool, progress=progress)
             dataset = train_dataset(read, local.data)
-            held_out = local.data.validation and read(local.data.validation, "data.validation")
+            held_out = validation_dataset(read, local.data) if local.data.validation else None
             # A broken reward ends the run here, and not after the first generation.
             pool.require_answer(dataset[0], dataset.first_row)
             bar.advance()

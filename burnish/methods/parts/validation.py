@@ -26,7 +26,7 @@ from burnish.checkpoint.steps import CommittedStep
 from burnish.config.document import dump_yaml
 from burnish.config.schema import EvaluationConfig, RunConfig
 from burnish.data.batching import make_batch
-from burnish.data.tasks import PromptDataset
+from burnish.data.tasks import ItemSequence
 from burnish.distributed.collectives import agree, gather_objects, reduce_stats, same_on_all_ranks
 from burnish.distributed.device import device_name
 from burnish.distributed.layout import Layout
@@ -38,7 +38,7 @@ from burnish.methods.parts.judges import load_judge
 from burnish.methods.parts.offline_training import Models, examples_of
 from burnish.methods.parts.rollouts import Collector, Judge, sampling
 from burnish.methods.sft import SFT
-from burnish.records import Batch
+from burnish.records import Batch, Prompt
 from burnish.records.rollout_table import RolloutTable
 from burnish.records.seeds import derive_seed
 from burnish.rewards.builtin import extract_answer
@@ -56,6 +56,7 @@ from burnish.runs.setup import (
     model_tokenizer,
     prompt_dataset,
     prove_start,
+    validation_dataset,
 )
 from burnish.runs.signals import Stopper, StopRequested, catch_signals
 from burnish.runs.trainer_state import require_same_adapter
@@ -74,7 +75,7 @@ log = logging.getLogger("burnish")
 def prompt_validation(
     foundation: TextFoundation,
     collector: Collector,
-    dataset: PromptDataset,
+    dataset: ItemSequence[Prompt],
     before: Callable[[], None] = lambda: None,
 ) -> Validation:
     """Return a function that calls `before`, completes held-out prompts and scores the completions."""
@@ -163,8 +164,9 @@ def example_validation(
     foundation = models.foundation
     layout = models.policy.layout
     config = foundation.config
-    paths = config.data.validation
-    dataset = method.dataset(foundation, paths, "data.validation", progress=progress)
+    dataset = validation_dataset(
+        partial(method.dataset, foundation, progress=progress), config.data
+    )
     rows = _measured_rows(dataset, config.evaluation.prompts)
     size = config.batch.examples
     budget = config.microbatch_tokens
@@ -293,14 +295,13 @@ def _measure(
     foundation: TextFoundation, stopper: Stopper, progress: Progress
 ) -> tuple[dict[str, float], RolloutTable | None]:
     config = foundation.config
-    paths = config.data.validation
-    setting = "data.validation"
     with progress.phase("evaluate"):
         if isinstance(foundation, Foundation) and not config.reward.given:
             models = Models(foundation, _load(foundation))
             return example_validation(SFT(), models, stopper.check_all, progress)()
         with RewardPool(config.reward) as pool:
-            held_out = prompt_dataset(foundation, paths, setting, pool=pool, progress=progress)
+            read = partial(prompt_dataset, foundation, pool=pool, progress=progress)
+            held_out = validation_dataset(read, config.data)
             pool.require_answer(held_out[0], held_out.first_row)
             model: Engine | None = None
             judge: Judge | None = None
