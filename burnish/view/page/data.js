@@ -19,12 +19,12 @@ export async function get(path, parameters = {}) {
     for (const each of [value].flat()) if (each !== null && each !== undefined && each !== "") query.append(name, each);
   }
   const response = await fetch(`api/${path}?${query}`, {signal: requests.signal}), body = await response.json();
-  if (!response.ok) throw Object.assign(new Error(body.error.problem), body.error);
+  if (!response.ok) throw Object.assign(new Error(body.error.problem), body.error, {status: response.status});
   return body;
 }
 
 function kept(path, wanted) {
-  const answer = answers[path];
+  const answer = answers[path] ?? {};
   if (path === "rollout") return answers.rollouts.rows.find((row) => row.id === wanted.id);
   if (path === "metrics" && !wanted.names) {
     return Object.fromEntries(Object.entries(answer).map(([run, series]) => [run, {names: Object.keys(series)}]));

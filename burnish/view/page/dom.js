@@ -20,6 +20,26 @@ export function h(kind, ...rest) {
 export const button = (kind, text, onclick, more = {}) => h(`button.${kind}`, {type: "button", onclick, ...more}, text);
 export const options = (pairs) => pairs.map(([value, title]) => h("option", {value}, title));
 
+// A button that copies what `text()` gives.
+export function copyButton(text, label = "Copy", shown = "Copy") {
+  const made = button("copy", shown, async () => {
+    made.textContent = (await copied(await text())) ? "Copied" : "Not copied";
+    setTimeout(() => (made.textContent = shown), 1500);
+  }, {"aria-label": label, title: label});
+  return made;
+}
+
+// Put a text on the clipboard. A page that is not served from this machine or by https has no clipboard, but may copy a selection.
+async function copied(text) {
+  if (navigator.clipboard) return navigator.clipboard.writeText(text).then(() => true, () => false);
+  const field = document.body.appendChild(h("textarea.off-screen"));
+  field.value = text;
+  field.select();
+  const done = document.execCommand("copy");
+  field.remove();
+  return done;
+}
+
 // A table with heads [[title, class]…]. Cells that are arrays or texts get the class of their column.
 export function table(kind, heads, rows) {
   const head = heads.length ? h("thead", h("tr", heads.map(([title, column]) => h("th", {class: column}, title)))) : null;
@@ -86,7 +106,7 @@ export function ago(time) {
 }
 
 // Show invisible characters, and characters that reorder others, by their codes.
-const HIDDEN = /(?:(?![\n\t\u200c\u200d])[\p{Cs}\p{Cc}\p{Cf}\p{Zl}\p{Zp}])+/gu, LIMIT = 20000, CODES = 8;
+const HIDDEN = /(?:(?![\n\t\u200c\u200d])[\p{Cs}\p{Cc}\p{Cf}\p{Zl}\p{Zp}])+/gu, LIMIT = 20000, CODES = 8, MOST_OF_A_VALUE = 400;
 const code = (character) => {
   const hex = character.codePointAt(0).toString(16);
   return hex.length < 3 ? `\\x${hex.padStart(2, "0")}` : `U+${hex.toUpperCase().padStart(4, "0")}`;
@@ -115,6 +135,13 @@ export const passage = (text, kind = "") => h(`div.text${kind}`, {dir: "auto"}, 
 export function rewardChip(value) {
   const x = num(value), strength = `${Math.round(100 * Math.max(0.3, Math.min(1, Math.abs(x))))}%`;
   return h(`span.reward.${x > 0 ? "high" : !x && !Number.isNaN(x) ? "zero" : "low"}`, {style: {"--strength": strength}}, fixed(x));
+}
+
+// A setting's value; small numbers in scientific notation.
+export function settingValue(value) {
+  if (value === null || value === undefined) return h("span.faint", "null");
+  if (typeof value === "number" && value && Math.abs(value) < 1e-3) return value.toExponential();
+  return words(typeof value === "string" ? value : JSON.stringify(value), MOST_OF_A_VALUE);
 }
 
 // A problem as the server reports it.

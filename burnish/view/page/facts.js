@@ -1,12 +1,12 @@
 // Checkpoints, the log, and the configuration with the environment.
 
-import {otherRuns} from "./charts.js";
+import {otherRuns} from "./compare.js";
 import {frozen, get} from "./data.js";
-import {button, bytes, cells, count, date, h, options, plural, searchBox, table, words} from "./dom.js";
+import {button, bytes, cells, count, date, h, options, plural, searchBox, settingValue, table, words} from "./dom.js";
 import {changed, go, here, link, replace} from "./place.js";
 
 const STEPS = [["step"], ["health", "health"], ["pinned"], ["saved", "mid soft"], ["size", "right"], ["files", "right mid"], ["layout", "mid soft"]];
-const MOST_OF_A_LINE = 2000, MOST_OF_A_VALUE = 400, AT_END = 60;
+const MOST_OF_A_LINE = 2000, AT_END = 60;
 
 export function checkpointsView(body) {
   const row = (step, latest) => h("tr", {tabindex: -1, "data-row": true}, cells(STEPS, [
@@ -61,13 +61,6 @@ export function logView(body) {
   return {update};
 }
 
-// A setting's value; small numbers in scientific notation.
-function said(value) {
-  if (value === null || value === undefined) return h("span.faint", "null");
-  if (typeof value === "number" && value && Math.abs(value) < 1e-3) return value.toExponential();
-  return words(typeof value === "string" ? value : JSON.stringify(value), MOST_OF_A_VALUE);
-}
-
 export function configView(body) {
   const search = searchBox("q", "Filter settings"), other = otherRuns(), settings = h("div"), rest = h("div");
   const only = button("toggle", "Differences only", () => replace(changed({all: here().query.get("all") ? null : 1})));
@@ -80,7 +73,7 @@ export function configView(body) {
     const head = (each, i) => [h("a", {href: link("config", each)}, each || "this run"), i ? button("plain", "×", () => without(each), {"aria-label": `Remove ${each}`}) : null];
     const heads = several ? [[plural(different.length, "difference")], ...runs.map((each, i) => [head(each, i)])] : [];
     const shown = all.filter(({setting}) => setting.toLowerCase().includes(q) && (everything || different.includes(setting)));
-    const row = ({setting, values}) => h("tr", {class: several && different.includes(setting) && "different"}, cells([], [words(setting), ...values.map(said)]));
+    const row = ({setting, values}) => h("tr", {class: several && different.includes(setting) && "different"}, cells([], [words(setting), ...values.map(settingValue)]));
     search.follow(query);
     other.offer(known, runs);
     only.hidden = !several;

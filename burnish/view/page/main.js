@@ -2,9 +2,9 @@
 
 import {chartsView} from "./charts.js";
 import {forget, frozen, get, listen} from "./data.js";
-import {h, problem} from "./dom.js";
+import {h, problem, words} from "./dom.js";
 import {checkpointsView, configView, logView} from "./facts.js";
-import {go, here, link} from "./place.js";
+import {besideOf, go, here, link} from "./place.js";
 import {promptView, rolloutsView} from "./rollouts.js";
 import {runsView} from "./runs.js";
 import {timelineView} from "./timeline.js";
@@ -24,11 +24,11 @@ const KEYS = [
   ...TABS.map(([, title, key]) => [`g ${key}`, title.toLowerCase()]), ["u", "up"], ["?", "these keys"],
 ];
 
-const main = document.getElementById("view"), help = document.getElementById("help"), root = document.documentElement;
+const main = document.getElementById("view"), help = document.getElementById("help"), bar = document.getElementById("tabs"), root = document.documentElement;
 let shown = {}, kinds = {};
 
 async function show(live = false) {
-  const place = here(), view = VIEWS[place.view] ?? runsView;
+  const place = here(), view = Object.hasOwn(VIEWS, place.view) && (place.run === null) === (place.view === "runs") ? VIEWS[place.view] : missingView;
   if (frozen && place.run === null) return location.replace(link("charts", Object.keys(kinds)[0]));
   if (!live) forget();
   try {
@@ -48,22 +48,53 @@ async function show(live = false) {
   }
 }
 
-function failed(error) {
+// What an address shows that has no view.
+function missingView(body) {
+  const update = ({view, run}) => body.replaceChildren(...missing(`There is no page “${view}”${run === null ? "" : " of a run"}.`, run));
+  return {update};
+}
+
+const missing = (text, run) => [
+  h("div.head", h("h1", "Not found")), h("p", words(text)),
+  h("p", run === null ? null : [h("a.link", {href: link("charts", run)}, "Charts of this run"), " · "], h("a.link", {href: link("runs")}, "All runs")),
+];
+
+async function failed(error) {
   if (error.name === "AbortError") return;
+  const {run} = here();
+  if (error.status === 404 && run !== null && !(await known()).includes(run)) {  // none of the old run stays
+    shown = {};
+    main.replaceChildren(problem(error), h("div", ...missing("This address names no run.", null)));
+    return frame({view: "", run: null}, "Not found");
+  }
   main.querySelector(":scope > .notice")?.remove();
   main.prepend(problem(error));
   if (!error.problem) console.error(error);
 }
 
+// The ids of all runs, and whether each may have rollouts.
+async function known() {
+  const {runs} = await get("runs");
+  kinds = Object.fromEntries(runs.map(({run, kind}) => [run, kind]));
+  return Object.keys(kinds);
+}
+
 // The bar: the run and its views.
-function frame({view, run}) {
-  const at = {rollout: "rollouts", prompt: "rollouts"}[view] ?? view, name = run || "this run";
-  document.title = run === null ? "Runs · Burnish" : `${name} · ${TABS.find(([id]) => id === at)?.[1] ?? ""} · Burnish`;
+function frame({view, run}, title = "Runs") {
+  const at = {rollout: "rollouts", prompt: "rollouts"}[view] ?? view, name = run || "this run", beside = besideOf(here().query);
+  document.title = run === null ? `${title} · Burnish` : `${name} · ${TABS.find(([id]) => id === at)?.[1] ?? ""} · Burnish`;
   document.getElementById("where").replaceChildren(run === null ? "" : h("a", {href: link("charts", run), title: name}, name));
   const tabs = run === null ? [] : TABS.filter(([id]) => id !== "rollouts" || kinds[run] !== "sft");
-  const links = tabs.map(([id, title]) => h("a", {href: link(id, run), "aria-current": id === at && "page"}, title));
-  document.getElementById("tabs").replaceChildren(...links);
-  document.querySelector("#tabs [aria-current]")?.scrollIntoView({block: "nearest", inline: "center"});
+  const links = tabs.map(([id, title]) => h("a", {href: link(id, run, null, beside), "aria-current": id === at && "page"}, title));
+  bar.replaceChildren(...links);
+  bar.querySelector("[aria-current]")?.scrollIntoView({block: "nearest", inline: "center"});
+  fade();
+}
+
+// Fade the end of the tabs where more of them are.
+function fade() {
+  bar.classList.toggle("more-left", bar.scrollLeft > 2);
+  bar.classList.toggle("more-right", bar.scrollLeft + bar.clientWidth < bar.scrollWidth - 2);
 }
 
 // Choose light or dark, or the earlier choice; a browser without storage forgets the choice.
@@ -78,6 +109,12 @@ function theme(wanted) {
 function redraw() {
   shown = {};
   show();
+}
+
+// Paper is light and has a width of its own.
+function onPaper(yes) {
+  root.toggleAttribute("data-paper", yes);
+  shown.made?.onPaper?.();
 }
 
 function turn() {
@@ -108,7 +145,7 @@ function pressed(event) {
   if (target.closest("input:not([type=checkbox], [type=range]), select")) return key === "Escape" && target.blur();
   if (target.matches("input") && key.startsWith("Arrow")) return;
   let action = shown.made?.keys?.[key] ?? common[key];
-  if (performance.now() - prefix < 1500) action = key === "h" ? () => go(link("runs")) : tab && run !== null && (() => go(link(tab[0], run)));
+  if (performance.now() - prefix < 1500) action = key === "h" ? () => go(link("runs")) : tab && run !== null && (() => go(link(tab[0], run, null, besideOf(here().query))));
   prefix = key === "g" ? performance.now() : -Infinity;
   if (!action) return;
   event.preventDefault();
@@ -135,6 +172,10 @@ help.append(h("h2", "Keys"), h("dl", KEYS.map(([keys, what]) => h("div", h("dt",
 help.addEventListener("click", () => help.close());
 document.getElementById("theme").addEventListener("click", turn);
 document.getElementById("keys").addEventListener("click", () => help.showModal());
+bar.addEventListener("scroll", fade);
+addEventListener("resize", fade);
+addEventListener("beforeprint", () => onPaper(true));
+addEventListener("afterprint", () => onPaper(false));
 addEventListener("keydown", pressed);
 addEventListener("hashchange", () => show());
 addEventListener("unhandledrejection", (event) => { event.preventDefault(); failed(event.reason); });
@@ -146,7 +187,8 @@ listen(grown, (yes) => {
 });
 root.toggleAttribute("data-frozen", frozen);
 const first = frozen ? null : show();
-get("runs").then(({runs}) => {
-  kinds = Object.fromEntries(runs.map(({run, kind}) => [run, kind]));
-  return first ? frame(here()) : show();
+known().then((runs) => {
+  const {view, run} = here();
+  if (!first) return show();
+  return run === null || runs.includes(run) ? frame({view, run}) : null;
 }).catch(failed);

@@ -4,7 +4,7 @@
 export function here() {
   const [path, query] = location.hash.replace(/^#\/?/, "").split(/\?(.*)/s);
   const [kind, run = null, view = "charts", argument = null] = path.split("/").map(decoded);
-  return {...(kind === "run" ? {view, run, argument} : {view: "runs", run: null, argument: null}), query: new URLSearchParams(query ?? "")};
+  return {...(kind === "run" ? {view, run, argument} : {view: kind || "runs", run: null, argument: null}), query: new URLSearchParams(query ?? "")};
 }
 
 function decoded(part) {
@@ -23,6 +23,9 @@ export function link(view, run = null, argument = null, query = {}) {
   const text = new URLSearchParams(pairs.filter(([, value]) => value || value === 0)).toString();
   return `#/${path.map(encodeURIComponent).join("/")}${text && "?"}${text}`;
 }
+
+// The runs beside the shown one, which a link keeps through all views.
+export const besideOf = (query) => ({with: query.getAll("with")});
 
 // The link to this place with some parameters changed.
 export function changed(changes, {view, run, argument, query} = here()) {

@@ -1,8 +1,10 @@
 // One chart: lines over steps, with bands or averages, drawn by uPlot.
 
+import {AXIS_TICKS} from "./axis.js";
 import {h, mean, num, short} from "./dom.js";
 
-const FEW = 24, INCREMENTS = [0, 1, 2, 3, 4, 5].flatMap((power) => [1, 2, 5].map((each) => each * 10 ** power));
+const SECONDS_APART = [1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 28800, 86400, 172800, 432000, 864000];
+const FEW = 24, INCREMENTS = [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11].flatMap((power) => [1, 2, 5].map((each) => each * 10 ** power));
 
 // A colour of the theme as a canvas needs it.
 function colour(name, alpha = 1) {
@@ -11,11 +13,11 @@ function colour(name, alpha = 1) {
   return `rgba(${r}, ${g}, ${b}, ${alpha})`;
 }
 
-// A line of an answer: {label, colour, steps, values, low, high}, with a band only where buckets have a width.
-export function line(label, series, colour_ = 0) {
+// A line of an answer: {label, colour, steps, values, low, high}, with a band only where buckets have a width. `place` puts a step on the axis.
+export function line(label, series, colour_ = 0, place = (step) => step) {
   const [values, low, high] = ["values", "low", "high"].map((name) => (series[name] ?? series.values).map(num));
   const wide = low.some((value, i) => high[i] > value);
-  return {label, colour: colour_ % 8, steps: series.steps, values, low: wide && low, high: wide && high};
+  return {label, colour: colour_ % 8, steps: series.steps.map(place), values, low: wide && low, high: wide && high};
 }
 
 // Averages over about a 15th of the values, without lag: Σ β^|t−i| v_i / Σ β^|t−i|, of finite values.
@@ -92,10 +94,19 @@ const resized = new ResizeObserver((entries) => {
   for (const {target, contentRect: {width, height}} of entries) if (width) target.plot?.setSize({width, height});
 });
 
-// Draw lines into `host`, or update them. `options`: smoothed, log, zoomed(from, to).
+// The only value of lines that never change, which is the only tick of their axis.
+function constant(data) {
+  const there = data.slice(1).flat().filter((value) => value !== null && value !== undefined), [first] = there;
+  return there.length && there.every((value) => value === first) ? first : null;
+}
+
+// Room for the longest label of a vertical axis.
+const roomFor = (plot, labels) => Math.max(34, 14 + 6.6 * Math.max(0, ...(labels ?? []).map((label) => (label ?? "").length)));
+
+// Draw lines into `host`, or update them. `options`: smoothed, log, axis, zoomed(from, to).
 // `told(values, step)` gets each line's value at the cursor, or its last one.
 export function draw(host, lines, options, told) {
-  const {data, series, bands} = columns(lines, options), form = JSON.stringify([series, options]);
+  const {data, series, bands} = columns(lines, options), only = constant(data), form = JSON.stringify([series, options, only]), {axis: kind = ""} = options;
   const last = () => told(lines.map(({values}) => values.at(-1)), null);
   host.lines = lines;
   if (host.form === form) {
@@ -111,12 +122,12 @@ export function draw(host, lines, options, told) {
     cursor: {sync: {key: "steps", setSeries: false}, y: false, points: {show: false}, drag: {x: Boolean(options.zoomed), y: false, setScale: false}},
     scales: {x: {time: false, range: (plot, low, high) => (low === high ? [low - 1, high + 1] : [low, high])}, y: options.log ? {distr: 3} : {range}},
     axes: [
-      {...axis, grid: {show: false}, size: 22, gap: 4, space: 56, incrs: INCREMENTS},
-      {...axis, size: 46, gap: 6, space: 26, values: (plot, ticks) => ticks.map(short)},
+      {...axis, grid: {show: false}, size: 28, gap: 9, space: kind ? 46 : 56, ...(kind === "time" ? {incrs: SECONDS_APART} : {incrs: INCREMENTS}), ...(AXIS_TICKS[kind] && {values: (plot, ticks) => ticks.map(AXIS_TICKS[kind])})},
+      {...axis, size: roomFor, gap: 6, space: 26, values: (plot, ticks) => ticks.map((tick) => (tick === null ? "" : short(tick))), ...(only !== null && !options.log && {splits: () => [only]})},
     ],
     hooks: {
       setCursor: [(plot) => {
-        const {left} = plot.cursor, step = Math.round(plot.posToVal(left, "x"));
+        const {left} = plot.cursor, place = plot.posToVal(left, "x"), step = kind ? place : Math.round(place);
         if (left >= 0) told(host.lines.map((each) => at(each, step)), step);
         else told(host.lines.map(({values}) => values.at(-1)), null);
       }],
