@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from functools import cache
+from importlib.metadata import packages_distributions
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,6 @@ from typing import Any
 import torch
 import transformers
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig
-from transformers.utils.import_utils import PACKAGE_DISTRIBUTION_MAPPING
 
 from burnish.distributed.device import device_name
 from burnish.distributed.layout import Layout
@@ -135,11 +135,12 @@ def _unregistered(sources: Iterable[Path]) -> list[Any]:
     )
     present = {name.partition(".")[0] for each in _import_folders() for name in os.listdir(each)}
     names = (asked | imported & present) - {"burnish", "transformers", *sys.stdlib_module_names}
+    installed = packages_distributions()
     return [
         (name, str(origin), _hash_of(code))
         for name in sorted(names)
         for origin in _origins(name)
-        if not (name in PACKAGE_DISTRIBUTION_MAPPING and _has_metadata(origin.parent))
+        if not (name in installed and _has_metadata(origin.parent))
         and (code := _code_files(origin))
     ]
 
