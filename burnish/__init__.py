@@ -1,6 +1,15 @@
 """Burnish post-trains language models: supervised fine-tuning and reinforcement learning.
 
-Each name, and torch with it, is imported on first use.
+    import burnish
+
+    result = burnish.sft(model="Qwen/Qwen3-0.6B", data="chats.jsonl", epochs=3)
+    result = burnish.rl(model="Qwen/Qwen3-0.6B", data=rows, reward=correct, steps=100)
+    result.model                                  # a directory that transformers loads
+    burnish.evaluate(result.directory)            # the numbers by name
+    burnish.run("my.py:DPO", "dpo.yaml")          # a method of your own: a subclass of burnish.Method
+
+Settings are keywords, those of the configuration's file: `burnish config explain KEY` describes each. Each name, and torch with it, is
+imported on first use.
 """
 
 from burnish.version import __version__
@@ -59,3 +68,7 @@ def __getattr__(name: str) -> object:
 
         return Tracker
     raise AttributeError(f"module 'burnish' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return __all__

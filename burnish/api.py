@@ -54,14 +54,32 @@ _log = logging.getLogger("burnish")
 _ONE_RUN = Lock()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Result:
-    """The result of a run."""
+    """The result of a run. A notebook shows it with its curves."""
 
     directory: Path
 
     def __fspath__(self) -> str:
         return str(self.directory)
+
+    def __repr__(self) -> str:
+        return f"Result({self._in_words()})"
+
+    def _repr_html_(self) -> str:
+        from burnish.tracking.notebook import html_of
+
+        return html_of(RunDirectory(self.directory).metrics, self._in_words())
+
+    def _in_words(self) -> str:
+        """Return the directory, the steps, the last reward or loss, and the model."""
+        from burnish.tracking.curves import Curves
+        from burnish.tracking.notebook import last_values
+
+        curves = Curves(RunDirectory(self.directory).metrics).refresh()
+        numbers = [f"{name} {value:.4g}" for name, value in last_values(curves).items()]
+        model = f"model {self.model}" if self.model else "no model here"
+        return ", ".join([f"{self.directory}: {curves.last_step} steps", *numbers, model])
 
     @property
     def model(self) -> Path | None:
@@ -84,13 +102,18 @@ def load_config(config: Config | None = None, **settings: Any) -> RunConfig:
 
 
 def _loaded(config: Config | None, settings: Mapping[str, Any]) -> RunConfig:
-    """Load settings, in which `data` may hold objects of the `datasets` library."""
-    if "datasets" in sys.modules:
-        from burnish.data.in_memory import with_stored
-
-        settings = with_stored(settings)
-        config = with_stored(config) if isinstance(config, Mapping) else config
+    """Load settings, in which `data` may hold rows: a list, or an object of the `datasets` library."""
+    if any(name.partition(".")[0] == "data" for name in settings):
+        settings = _with_stored_rows(settings)
+    if isinstance(config, Mapping) and "data" in config:
+        config = _with_stored_rows(config)
     return load_settings(config, settings)
+
+
+def _with_stored_rows(settings: Mapping[str, Any]) -> Mapping[str, Any]:
+    from burnish.data.in_memory import with_stored
+
+    return with_stored(settings)
 
 
 def sft(config: Config | None = None, **settings: Any) -> Result:

@@ -251,3 +251,12 @@ def test_a_script_that_trains_when_it_is_imported_is_told_so(place: Path) -> Non
     function = RewardFunctionConfig(function="unguarded.py:score")
     with pytest.raises(UsageError, match="__main__"):
         RewardPool(RewardConfig(functions=[function]))
+
+
+def test_completion_and_help_show_what_there_is(tmp_path: Path) -> None:
+    assert set(burnish.__all__) == set(dir(burnish))
+    text = python(
+        tmp_path, "-c", "import burnish, pydoc; print(pydoc.plain(pydoc.render_doc(burnish)))"
+    )
+    for name in ("sft(config", "rl(config", "evaluate(config", "class Result", "burnish.rl(model="):
+        assert name in text

@@ -1,16 +1,16 @@
-"""Keep data sets of the `datasets` library, given from Python, as folders in the cache, so that every start and process finds them."""
+"""Keep rows that Python gives in the cache, so that every start and process finds them: lists of rows, and data sets of `datasets`."""
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
-from collections.abc import Mapping
+import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
 
-import datasets
-import pyarrow as pa
 import xxhash
 
 from burnish.data.splits import usual_split
@@ -21,12 +21,18 @@ _BATCH = 1_000
 
 
 def stored(value: Any, setting: str) -> Any:
-    """Return a folder's path for a `Dataset`, or for the split of a `DatasetDict` that suits `setting`; other values as they are.
+    """Return the path of a file with a list's rows, or of a folder with a `Dataset`; other values as they are.
 
-    Raises `MissingError` without the split, and `UsageError` for data that can be read only once.
+    A `DatasetDict` stands for its split that suits `setting`. Raises `MissingError` without the split, and `UsageError` for rows that are
+    not JSON, and for data that can be read only once.
     """
     if isinstance(value, list | tuple):
+        if value and all(isinstance(row, Mapping) for row in value):
+            return _stored_rows(value, setting)
         return [stored(entry, setting) for entry in value]
+    datasets = sys.modules.get("datasets")  # without it, no value is a data set
+    if datasets is None:
+        return value
     if isinstance(value, datasets.IterableDataset | datasets.IterableDatasetDict):
         raise UsageError(
             f"{setting} is a {type(value).__name__}, whose rows can be read only in order",
@@ -35,17 +41,37 @@ def stored(value: Any, setting: str) -> Any:
         )
     if isinstance(value, datasets.DatasetDict):
         value = value[usual_split(value, setting)]
-    if not isinstance(value, datasets.Dataset):
-        return value
-    root = cache_root() / "datasets"
-    folder = root / _digest(value)
+    return _stored_data_set(value) if isinstance(value, datasets.Dataset) else value
+
+
+def _stored_rows(rows: Sequence[Mapping[str, Any]], setting: str) -> str:
+    try:
+        lines = [json.dumps(row, allow_nan=False) for row in rows]
+    except (TypeError, ValueError) as error:
+        raise UsageError(
+            f"{setting} has a row that is not JSON: {error}",
+            want="rows of texts, numbers, lists and mappings",
+            do="convert such values first",
+        ) from error
+    text = "".join(f"{line}\n" for line in lines).encode()
+    path = _root() / f"{xxhash.xxh3_128_hexdigest(text)}.jsonl"
+    if not path.exists():
+        folder = Path(mkdtemp(dir=path.parent))
+        (folder / path.name).write_bytes(text)
+        os.replace(folder / path.name, path)
+        folder.rmdir()
+    return str(path)
+
+
+def _stored_data_set(rows: Any) -> str:
+    datasets = sys.modules["datasets"]
+    folder = _root() / _digest(rows)
     if not folder.exists():
-        root.mkdir(parents=True, exist_ok=True)
-        temporary = Path(mkdtemp(dir=root))
+        temporary = Path(mkdtemp(dir=folder.parent))
         shown = not datasets.are_progress_bars_disabled()
         datasets.disable_progress_bars()
         try:
-            value.save_to_disk(temporary / folder.name)
+            rows.save_to_disk(temporary / folder.name)
         finally:
             if shown:
                 datasets.enable_progress_bars()
@@ -55,20 +81,32 @@ def stored(value: Any, setting: str) -> Any:
     return str(folder)
 
 
+def _root() -> Path:
+    root = cache_root() / "datasets"
+    root.mkdir(parents=True, exist_ok=True)
+    return root
+
+
 def with_stored(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return settings in which paths replace data sets."""
+    """Return settings in which paths replace rows. `data` that is no section stands for `data.train`."""
     with_paths = dict(settings)
-    for name in ("train", "validation"):
-        if f"data.{name}" in with_paths:
-            with_paths[f"data.{name}"] = stored(with_paths[f"data.{name}"], f"data.{name}")
-        data = with_paths.get("data")
-        if isinstance(data, Mapping) and name in data:
-            with_paths["data"] = {**data, name: stored(data[name], f"data.{name}")}
+    for name in ("data.train", "data.validation"):
+        if name in with_paths:
+            with_paths[name] = stored(with_paths[name], name)
+    data = with_paths.get("data")
+    if isinstance(data, Mapping):
+        names = ("train", "validation")
+        kept = {name: stored(data[name], f"data.{name}") for name in names if name in data}
+        with_paths["data"] = {**data, **kept}
+    elif data is not None:
+        with_paths["data"] = {"train": stored(data, "data.train")}
     return with_paths
 
 
-def _digest(rows: datasets.Dataset) -> str:
+def _digest(rows: Any) -> str:
     """Hash columns, types and rows, whatever the object went through."""
+    import pyarrow as pa
+
     digest = xxhash.xxh3_128(repr(rows.features).encode())
     for table in rows.with_format("arrow").iter(_BATCH):
         sink = pa.BufferOutputStream()
