@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import sys
 import time
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -87,12 +88,10 @@ class Observers:
         self._rollouts.discard_rollouts_after(directory.rollouts, step)
         texts = decode and partial(self._rollouts.texts_of_tokens, decode=decode)
         self._token_texts = texts if settings.rollout_tokens else None
-        from burnish.tracking.console import ConsoleTracker
-
         resumed = (step if is_logged else step - 1) if step else None
         classes = {name: load_tracker(name) for name in settings.trackers}
         self._trackers: list[Tracker] = [
-            ConsoleTracker(total_steps=total_steps, every=settings.console_every),
+            self._console(),
             JsonlTracker(directory.metrics, resume_step=resumed),
         ]
         self._others = [
@@ -111,6 +110,17 @@ class Observers:
         self._state: State = "running"
         self._is_settled = False
         self._next_report = time.monotonic() + _REPORT_SECONDS
+
+    def _console(self) -> Tracker:
+        """Return what shows the steps: lines, or in a notebook a picture."""
+        ipython = sys.modules.get("IPython")
+        if ipython is not None and hasattr(ipython.get_ipython(), "kernel"):
+            from burnish.tracking.notebook import NotebookTracker
+
+            return NotebookTracker(self._directory.root, self._directory.metrics, self._total_steps)
+        from burnish.tracking.console import ConsoleTracker
+
+        return ConsoleTracker(total_steps=self._total_steps, every=self._settings.console_every)
 
     def rollouts_scored(
         self,
