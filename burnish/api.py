@@ -38,6 +38,7 @@ from burnish.runs.hub_revisions import at_newest_steps, beginning, hub_entries, 
 from burnish.runs.preflight import require_inputs
 from burnish.runs.run_directory import make_way, recorded_config, require_own_directory
 from burnish.runs.summary import summary
+from burnish.tracking.logs import spans as latest_spans
 from burnish.tracking.progress import Progress
 from burnish.tracking.rundir import RunDirectory
 from burnish.tracking.trackers import read_metrics
@@ -202,7 +203,7 @@ def run_method(
     die_with_agent(os.environ)
     place = place_of(os.environ)
     layout = place.layout
-    logs = RunDirectory(config.directory).logs
+    directory = RunDirectory(config.directory)
     if method.trains and config.distributed.min_processes is not None:
         from burnish.launch.elastic import fitted_engine, planner_of
 
@@ -212,10 +213,14 @@ def run_method(
     config, remarks = prepare(config, method, layout.world, run_dir)
     if layout.is_main and method.trains:
         if place.attempt:
-            refuse_failing_alike(logs)
+            refuse_failing_alike(directory.logs)
         else:
-            make_way(RunDirectory(config.directory), RunIdentity(method.name, config))
-            forget_failures(logs)
+            if directory.status.exists():
+                from burnish.runs.ending import last_failure
+
+                remarks += filter(None, [last_failure(directory)])
+            make_way(directory, RunIdentity(method.name, config))
+            forget_failures(directory.logs)
     if layout.is_main:
         text = summary(config, method, layout.world, run_dir, brief=True)
         title = f"{method.name}, run {config.run_name}" if method.trains else method.name
@@ -229,11 +234,18 @@ def run_method(
     def start(layout: Layout, device: torch.device) -> Mapping[str, float]:
         return method.run(config, layout, device, run_dir)
 
+    # A run that this process begins opens a log. An error before that is not of the run.
+    earlier = latest_spans()
     try:
         return launch(start, config.distributed)
-    except Exception as error:
-        if method.trains and layout.is_main and not isinstance(error, StoppedError):
-            note_failure(logs, error)
+    except (Exception, KeyboardInterrupt) as error:
+        if method.trains and not isinstance(error, StoppedError):
+            if latest_spans() is not earlier:
+                from burnish.runs.ending import record_failure
+
+                record_failure(directory, config.mirror_url, layout, error)
+            if layout.is_main and isinstance(error, Exception):
+                note_failure(directory.logs, error)
         raise
 
 

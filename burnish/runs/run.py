@@ -150,15 +150,15 @@ class Run:
             self._complete()
         except StopRequested as request:
             raise self._stopped(request) from None
-        except LostRewards:
+        except LostRewards as error:
             if self.state.step:
                 self._save()
-            self._observers.report("failed")
+            self._observers.report_failure(error)
             self._settle_mirror(_GRACE_SECONDS)
             raise
-        except Exception:
+        except Exception as error:
             if self.state.step < self._total_steps:
-                self._observers.report_failure()
+                self._observers.report_failure(error)
             raise
         finally:
             self._observers.close()

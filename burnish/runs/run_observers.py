@@ -94,11 +94,13 @@ class RunObservers:
         """Write the report, and the state of the run. Collective."""
         self._tell(lambda main: main.report(state))
 
-    def report_failure(self) -> None:
+    def report_failure(self, error: Exception) -> None:
         """Write the report of a run that an error ends. Not collective: other ranks may be anywhere."""
         if self._main is not None:
+            from burnish.runs.ending import reason_of
+
             try:
-                self._main.report("failed")
+                self._main.report("failed", reason_of(error))
             except OSError as error:
                 log.warning("report.html is not written: %s", error)
 

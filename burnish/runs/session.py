@@ -31,6 +31,7 @@ from burnish.runs.verify_inputs import Intact
 from burnish.tracking.progress import Progress
 from burnish.tracking.rundir import (
     RUN,
+    STEPS,
     TRAINER,
     RunDirectory,
     environment,
@@ -114,6 +115,7 @@ def open_run(
                 _require_extensions(config)
                 with _explaining_full_disk(directory):
                     _claim(session)
+                stopper.insisted = partial(_note_stop, directory)
         _open_records(session, stack)
         with _explaining_out_of_memory(session):
             yield session
@@ -131,6 +133,10 @@ def _explaining_full_disk(directory: RunDirectory) -> Iterator[None]:
             have=error,
             do="free some space there, and start the same command again: it continues from the newest checkpoint",
         ) from error
+
+
+def _note_stop(directory: RunDirectory) -> None:
+    directory.write_status(directory.read_status().get(STEPS), "stopped")
 
 
 def _open_records(session: Session, stack: ExitStack) -> None:
@@ -198,5 +204,6 @@ def _claim(session: Session) -> None:
     if diff := git_diff():
         write_atomically(directory.diff, diff)
     directory.write_environment({**identity, TRAINER: session.method.name, **facts})
+    directory.write_status(None, "running")
     if mirror is not None:
         mirror.claim(directory)

@@ -42,6 +42,8 @@ class Stopper:
 
     def __init__(self, layout: Layout | None = None) -> None:
         self.received: int | None = None
+        self.insisted: Callable[[], None] = lambda: None
+        """Called before a second signal ends the process at once. May raise `OSError`."""
         self._ends_after_save = False
         self._layout = layout or Layout()
 
@@ -74,6 +76,8 @@ class Stopper:
         leave_lost_terminal()
         if self.received is not None:
             if number in _INSISTING:
+                with suppress(OSError):
+                    self.insisted()
                 signal.signal(number, signal.SIG_DFL)
                 signal.raise_signal(number)
             return

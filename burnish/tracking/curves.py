@@ -66,6 +66,8 @@ class Curves:
         self.last_step = 0
         self.problem: CorruptError | None = None
         """The problem of a line that was skipped."""
+        self.is_whole = True
+        """Whether the file was read from its beginning."""
         self._place = 0
         self._tail = b""
         self._inode = 0
@@ -89,6 +91,7 @@ class Curves:
                     self._place = max(0, state.st_size - (self._last_bytes or state.st_size))
                     file.seek(self._place)
                     if self._place:
+                        self.is_whole = False
                         self._place += len(file.readline())
                 data = file.read()
             whole = data[: data.rfind(b"\n") + 1]

@@ -177,16 +177,16 @@ class Observers:
         for tracker in self._others:
             tracker.tell("log_file", place, "checkpoint")
 
-    def report(self, state: State) -> None:
-        """Write the report, and the state of the run."""
+    def report(self, state: State, reason: Mapping[str, Any] | None = None) -> None:
+        """Write the report, and the state of the run with the reason of a failure."""
         self._state = state
         if state != "running":
-            self._directory.write_status(self._total_steps, state)
+            self._directory.write_status(self._total_steps, state, reason)
         if self._settings.report:
             begun = time.monotonic()
             from burnish.tracking.report import write_report
 
-            write_report(self._directory.root, state)
+            write_report(self._directory.root)
             took = time.monotonic() - begun
             self._next_report = begun + max(_REPORT_SECONDS, took / _REPORT_SHARE)
 

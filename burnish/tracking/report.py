@@ -20,8 +20,15 @@ from burnish.files.storage import open_regular
 from burnish.redaction import redacted
 from burnish.tracking.curves import Curve, Curves
 from burnish.tracking.rollouts import Row, rank, read_rollouts, rollout_files
-from burnish.tracking.rundir import STEPS, TRAINER, RunDirectory, write_atomically
-from burnish.tracking.trackers import State
+from burnish.tracking.rundir import (
+    ENDED,
+    REASON,
+    STATE,
+    STEPS,
+    TRAINER,
+    RunDirectory,
+    write_atomically,
+)
 
 MAX_CURVES = 1000
 MAX_POINTS = 400
@@ -45,16 +52,18 @@ _ANSWERS = "<!-- answers -->"
 _POLICY = '<meta charset="utf-8">\n'
 
 
-def write_report(run_dir: Path, state: State | None = None) -> Path:
+def write_report(run_dir: Path) -> Path:
     """Write `report.html` for a run's directory, and return its path. Raises `CorruptError` for a broken file."""
     run = RunDirectory(run_dir)
     curves = Curves(run.metrics).whole()
     name = run_dir.resolve().name
     config = redacted(config_text(run))
     environment = run.read_environment()
-    steps = run.read_status().get(STEPS)
+    status = run.read_status()
     facts = {"run": name, "name": name, "kind": environment.get(TRAINER), "model": model_of(run)}
-    facts |= {"state": state, "step": curves.last_step, "of": steps}
+    facts |= {"step": curves.last_step, "of": status.get(STEPS)}
+    facts |= {key: status.get(key) for key in (STATE, REASON, ENDED)}
+    facts["started"] = environment.get("started")
     answers = {
         "runs": {"runs": [facts]},
         "metrics": {

@@ -42,7 +42,9 @@ TRAINER = "trainer"
 STATUS = "status.json"
 STEPS = "steps"
 STATE = "state"
-"""The file with the run's total steps and its state (running, finished, stopped or failed), and the keys of both."""
+ENDED = "ended"
+REASON = "reason"
+"""The file with the run's total steps, its state (running, finished, stopped or failed), the time of its end and why it failed, and the keys of these."""
 
 
 class RunDirectory:
@@ -81,9 +83,13 @@ class RunDirectory:
         """Return what `write_environment` wrote; empty without the file. Raises `CorruptError`."""
         return _read_object(self.environment)
 
-    def write_status(self, steps: int, state: str) -> None:
-        """Write the run's total steps and its state."""
-        write_atomically(self.status, json.dumps({STEPS: steps, STATE: state}) + "\n")
+    def write_status(
+        self, steps: int | None, state: str, reason: Mapping[str, Any] | None = None
+    ) -> None:
+        """Write the run's total steps (None: not known yet), its state, and why it failed."""
+        ended = None if state == "running" else datetime.now(UTC).isoformat(timespec="seconds")
+        status = {STEPS: steps, STATE: state, ENDED: ended, REASON: reason}
+        write_atomically(self.status, json.dumps(status) + "\n")
 
     def read_status(self) -> dict[str, Any]:
         """Return what `write_status` wrote; empty without the file. Raises `CorruptError`."""

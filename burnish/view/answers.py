@@ -30,7 +30,16 @@ from burnish.tracking.rundir import RunDirectory
 from burnish.tracking.traces import spans_of
 from burnish.tracking.trackers import json_number
 from burnish.view.index import LAST_STEP, Integer, RolloutFilter, RolloutIndex
-from burnish.view.runs import describe, find_runs, settings_of, side_by_side
+from burnish.view.runs import (
+    best_validation,
+    describe,
+    find_runs,
+    is_run_at,
+    main_score,
+    parent_of,
+    settings_of,
+    side_by_side,
+)
 
 Answer = dict[str, Any]
 
@@ -43,6 +52,11 @@ _WALK_SECONDS = 2.0
 _TAIL_BYTES = 1 << 19
 # Runs whose metrics are cached.
 _CURVES_KEPT = 64
+_FACTS = (
+    "kind", "of", "model", "reward", "loss", "validation", "validation_name", "error",
+    "reason", "started", "ended", "best", "score",
+)  # fmt: skip
+"""What a row of the list has besides, where it is known."""
 _LISTED = ("step", "prompt_index", "sample", "reward", "length", "stop_reason", "source")
 # Characters of a text in a list.
 _PREVIEW = 300
@@ -105,13 +119,19 @@ class Answers:
 
     def runs(self, query: Query) -> Answer:
         """Return the list of runs, newest first."""
-        return {"root": self._name, "runs": [*map(self._listed, reversed(self._paths()))]}
+        paths = self._paths()
+        known = {*paths}
+        return {
+            "root": self._name,
+            "runs": [self._listed(path, parent_of(path, known)) for path in reversed(paths)],
+        }
 
-    def _listed(self, path: Path) -> Answer:
+    def _listed(self, path: Path, parent: Path | None) -> Answer:
         name = self._id(path)
         run = RunDirectory(path)
-        row: Answer = dict.fromkeys(("of", "model", "reward", "loss", "validation", "error"))
+        row: Answer = dict.fromkeys(_FACTS)
         row |= {"run": name, "name": name or path.name, "state": "ended", "step": 0, "updated": 0}
+        row["parent"] = None if parent is None else self._id(parent)
         try:
             for file in (run.config, run.environment, run.status, run.metrics):
                 self._within(file)
@@ -125,6 +145,7 @@ class Answers:
             return row | {"error": f"{path} cannot be read: {type(error).__name__}: {error}"}
         last = {n: json_number(v[-1]) for n in _SHOWN if (v := curves.finite(n))}
         validation = next((name for name in _VALIDATIONS if name in last), None)
+        score = parent and main_score(curves)
         return {
             **row,
             **facts,
@@ -132,6 +153,8 @@ class Answers:
             "loss": last.get("train/loss"),
             "validation": validation and last[validation],
             "validation_name": validation,
+            "best": best_validation(curves) if curves.is_whole else None,
+            "score": score and {"name": score[0], "value": json_number(score[1])},
         }
 
     def metrics(self, query: Query) -> Answer:
@@ -295,11 +318,7 @@ class Answers:
         for run in query.run:
             path = self.root / run
             is_real = "\0" not in run and os.path.realpath(path) == str(path)
-            if not (
-                is_real
-                and path.is_relative_to(self.root)
-                and RunDirectory(path).environment.is_file()
-            ):
+            if not (is_real and path.is_relative_to(self.root) and is_run_at(path)):
                 raise MissingError(
                     f"there is no run {run[:200]!r} in {self._name}",
                     want="the path of a run's directory below it, without links",

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from contextlib import suppress
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -13,17 +15,24 @@ import yaml
 from burnish.config.credentials import without_credentials
 from burnish.config.document import CoreLoader, dotted, recorded
 from burnish.errors import CorruptError
-from burnish.files.lease import LEASE, is_held
+from burnish.runs.ending import ending
 from burnish.runs.run_directory import recorded_config
 from burnish.tracking.curves import Curves
 from burnish.tracking.report import config_text, model_of
-from burnish.tracking.rundir import CHECKPOINTS, STATE, STEPS, TRAINER, RunDirectory
+from burnish.tracking.rundir import CHECKPOINTS, STATUS, STEPS, TRAINER, RunDirectory
 
+_ORIGIN = ("environment.json", "config.yaml")
+_COURSE = ("metrics.jsonl", STATUS)
+BEST: Mapping[str, Callable[..., Any]] = {"val/reward": max, "val/loss": min}
+"""The numbers of a validation by which runs are compared, and which of their values is best."""
 _HEAVY = {CHECKPOINTS, "rollouts", "tensorboard", "logs"}  # a run's directories without other runs
 
 
 def find_runs(root: Path) -> list[Path]:
-    """Return the directories of runs at and below `root`, by the time of their last start, and those that cannot be listed."""
+    """Return the directories of runs at and below `root`, by the time of their last start, and those that cannot be listed.
+
+    A run has a configuration or an environment, and metrics or a state; another program's copy of its configuration is none.
+    """
     dated: list[tuple[float, Path]] = []
 
     def note(error: OSError) -> None:
@@ -32,11 +41,27 @@ def find_runs(root: Path) -> list[Path]:
 
     for place, directories, files in os.walk(root, onerror=note):
         directories[:] = [name for name in directories if not name.startswith(".")]
-        if "environment.json" in files:
+        if is_run(files):
             directories[:] = [name for name in directories if name not in _HEAVY]
             path = Path(place)
             dated.append((_changed(path / "environment.json"), path))
     return [path for _, path in sorted(dated)]
+
+
+def is_run(names: Collection[str]) -> bool:
+    """Return whether a directory with these files is a run."""
+    return any(name in names for name in _ORIGIN) and any(name in names for name in _COURSE)
+
+
+def is_run_at(path: Path) -> bool:
+    """Return whether a directory is a run."""
+    return is_run({name for name in (*_ORIGIN, *_COURSE) if os.path.lexists(path / name)})
+
+
+def parent_of(path: Path, runs: Container[Path]) -> Path | None:
+    """Return the run that an evaluation measures, one of `runs`."""
+    above = path.parent.parent
+    return above if path.parent.name == "evaluations" and above in runs else None
 
 
 def describe(run: RunDirectory, curves: Curves, *, is_copy: bool = False) -> dict[str, Any]:
@@ -45,20 +70,38 @@ def describe(run: RunDirectory, curves: Curves, *, is_copy: bool = False) -> dic
     environment = run.read_environment()
     if curves.problem is not None:
         raise curves.problem
-    state = status.get(STATE, "ended")
-    if not is_copy and is_held(run.checkpoints / LEASE):
-        state = "running"
-    elif not is_copy and state == "running":  # it was killed
-        state = "ended"
+    state, reason, ended = ending(run, is_copy=is_copy)
     return {
         "kind": environment.get(TRAINER),
         "state": state,
+        "reason": reason,
         "step": curves.last_step,
         "of": status.get(STEPS) or recorded(run.config).steps,
         "started": environment.get("started"),
+        "ended": ended,
         "updated": max(_changed(path) for path in (run.metrics, run.environment)),
         "model": model_of(run),
     }
+
+
+def best_validation(curves: Curves) -> dict[str, Any] | None:
+    """Return name, value and step of the best validation, if there was any."""
+    for name, better in BEST.items():
+        curve = curves.by_name.get(name)
+        values = () if curve is None else curve.values[:]  # another thread may read more meanwhile
+        known = [*zip(values, curve.steps if curve else (), strict=False)]
+        if finite := [each for each in known if math.isfinite(each[0])]:
+            value, step = better(finite, key=itemgetter(0))
+            return {"name": name, "value": value, "step": step}
+    return None
+
+
+def main_score(curves: Curves) -> tuple[str, float] | None:
+    """Return the main number of an evaluation: the share of right answers, else the mean reward or the loss."""
+    for name in (*(each for each in curves.by_name if each.startswith("val/mean@")), *BEST):
+        if values := curves.finite(name):
+            return name, values[-1]
+    return None
 
 
 def _changed(path: Path) -> float:

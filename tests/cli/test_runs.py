@@ -52,7 +52,7 @@ def test_runs_are_listed(work: Path, capsys: pytest.CaptureFixture[str]) -> None
         f"runs/{n}" for n in ("rl", "sft", "sweep/again", "empty", "broken", "words")
     ]
     states = [row["state"] for row in found.values()]
-    assert states[:4] == ["finished", "running", "ended", "ended"]
+    assert states[:4] == ["finished", "running", "failed", "failed"]
     assert "metrics.jsonl" in states[4]
     rl, sft = found["runs/rl"], found["runs/sft"]
     assert (rl["step"], rl["of"], rl["reward/mean"], rl["val/reward"]) == (4, 4, 1.0, 0.875)

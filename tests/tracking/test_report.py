@@ -62,8 +62,8 @@ def log(run: RunDirectory, steps: dict[int, dict[str, float]]) -> None:
     tracker.close()
 
 
-def report(run: RunDirectory, **options: object) -> Report:
-    path = write_report(run.root, **options)  # type: ignore[arg-type]
+def report(run: RunDirectory) -> Report:
+    path = write_report(run.root)
     assert path == run.report
     return Report(path.read_text("utf-8"))
 
@@ -103,7 +103,7 @@ def reinforcement_learning(run: RunDirectory) -> None:
 def test_the_answers_of_a_whole_run(run: RunDirectory) -> None:
     reinforcement_learning(run)
     run.write_status(3, "finished")
-    found = report(run, state="finished")
+    found = report(run)
     (facts,) = found.answers["runs"]["runs"]
     assert (facts["name"], facts["state"], facts["model"]) == ("demo", "finished", "a/model")
     assert (facts["step"], facts["of"]) == (3, 3)

@@ -389,7 +389,7 @@ def test_a_report_shows_the_same_numbers_without_a_server(
     facts = """[...document.querySelectorAll('.tile .value, .notice, details td, .now b, .legend b')].map((e) => e.textContent)"""
     shown = []
     for run in ("sweep/small", "own"):
-        report = write_report(root / run, "finished").as_uri()
+        report = write_report(root / run).as_uri()
         name = run.rpartition("/")[2]
         for place in (f"{address}#/run/{quote(run, safe='')}/charts", report):
             show(tab, place)
@@ -408,7 +408,7 @@ def test_a_report_shows_the_same_numbers_without_a_server(
 
 @pytest.mark.nightly
 def test_a_report_of_hostile_texts_does_nothing(tab: Tab, root: Path) -> None:
-    report = write_report(root / "hostile", "finished").as_uri()
+    report = write_report(root / "hostile").as_uri()
     for view in ("charts", "rollouts", "config"):
         show(tab, f"{report}#/run/hostile/{view}")
         unhurt(tab)

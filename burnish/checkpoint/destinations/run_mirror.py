@@ -238,7 +238,7 @@ class RunMirror:
 
     def claim(self, directory: RunDirectory) -> None:
         """See `Destination`."""
-        for path in (directory.config, directory.environment):
+        for path in (directory.config, directory.environment, directory.status):
             self._mirror.remote.put(path.name, path.read_bytes())
 
     def bring_back(self, directory: RunDirectory) -> None:
