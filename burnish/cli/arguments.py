@@ -87,8 +87,9 @@ _COMMANDS = {
     ),
     "chat": (
         "chat:chat",
-        "MODEL|RUN key=value",
-        "Talk to a model in the terminal. It answers each line of standard input; /reset begins a new conversation.",
+        "MODEL|RUN key=value --temperature --max-tokens --system --compare --save",
+        "Talk to a model in the terminal. It answers each line of standard input as its generation_config.json recommends, else "
+        "with the most probable tokens. /help lists commands.",
     ),
     "runs": (
         "runs:runs",
@@ -294,6 +295,14 @@ _POSITIONAL = {
 }
 # An option with another meaning in one command has a second entry, "COMMAND --option".
 _OPTIONS = {
+    "--temperature": _argument("draw answers at this temperature; 0: the most probable token"),
+    "--max-tokens": _argument("most tokens of an answer; default: 1024", metavar="N"),
+    "--system": _argument("the system prompt", metavar="TEXT"),
+    "--compare": _argument("answer with this model or run as well, side by side", metavar="BASE"),
+    "--save": _argument(
+        "append the conversations to this file, as messages that burnish sft trains on",
+        metavar="FILE",
+    ),
     "--dry-run": _flag("do the setup without weights, print what the run would do, and stop"),
     "--json": _flag("print one JSON object"),
     "--devices": _argument(
@@ -431,6 +440,8 @@ def parse(argv: Sequence[str]) -> Namespace:
         raise UsageError(f"unexpected {rest[0]}", have=shlex.join(argv), do="leave it out")
     if hasattr(arguments, "overrides"):
         typed = [*([arguments.config] if arguments.config else []), *arguments.overrides, *rest]
+        if not typed and arguments.command == "chat":
+            return arguments  # which says what it needs
         if not typed:
             raise UsageError(
                 f"{parser.prog} {arguments.command} needs a configuration",

@@ -1,122 +1,400 @@
-"""`burnish chat`: ask a model in the terminal."""
+"""`burnish chat`: talk to a model in the terminal, or to two side by side.
+
+Standard output gets the answers alone. Remarks go to standard error.
+"""
 
 from __future__ import annotations
 
+import json
+import secrets
 import sys
 from argparse import Namespace
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
-
-import numpy as np
-import torch
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from time import monotonic
+from typing import TYPE_CHECKING, Any
 
 from burnish.api import config_at
-from burnish.checkpoint.load import CheckpointSource
+from burnish.checkpoint.steps import CommittedStep
 from burnish.cli.output import print_text
-from burnish.config.load import read_config
-from burnish.config.schema import DataConfig, RewardConfig
-from burnish.data.chat import ChatEncoder
-from burnish.data.tokenizer import completion_decoder
-from burnish.distributed.layout import Layout
-from burnish.distributed.processes import launch
-from burnish.engines.base import compute_dtype
-from burnish.methods.parts.rollouts import sampling
-from burnish.models.meta_init import longest_sequence
-from burnish.records import Request
-from burnish.rollout.builtin.generator import BuiltinGenerator
-from burnish.runs.download_inputs import local_inputs
+from burnish.config.load import COMMAND_LINE, load_with_origins
+from burnish.config.schema import DataConfig, RewardConfig, RolloutConfig, RunConfig, SamplingConfig
+from burnish.errors import BurnishError, MissingError, UsageError, count_text, refusing
+from burnish.files.strict_json import parse_object
+from burnish.redaction import presentable, printable
 from burnish.runs.hub_revisions import at_newest_steps, newest_model
-from burnish.runs.setup import Foundation, lay_foundation, load_frozen, prove_model
-from burnish.runs.verify_inputs import Intact
-from burnish.tracking.progress import Progress
+from burnish.runs.preflight import small_file
+from burnish.runs.summary import parameter_count, sampling_text
 
-# A decoded text ends with this character while tokens of its last character are missing.
-_INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
+if TYPE_CHECKING:
+    import torch
+
+    from burnish.cli.chat_model import ChatModel
+    from burnish.data.messages import Message
+    from burnish.distributed.layout import Layout
+
+_RENDERING = ("chat_template_kwargs", "chat_template_name", "system_prompt")
+_USED = {
+    "seed",
+    "engine.precision",
+    *(f"data.{name}" for name in _RENDERING),
+    *(f"rollout.{name}" for name in SamplingConfig.model_fields),
+    "rollout.max_response_length",
+    "rollout.stop",
+    "rollout.stop_token_ids",
+}
+"""Settings that decide how a conversation goes, besides those of `model`."""
+_OPTIONS = {
+    "temperature": "rollout.temperature",
+    "max_tokens": "rollout.max_response_length",
+    "system": "data.system_prompt",
+}
+"""Options that are settings by another name."""
+_MOST_TOKENS = 1024
+_NEUTRAL: Mapping[str, float] = {
+    "repetition_penalty": 1,
+    "no_repeat_ngram_size": 0,
+    "typical_p": 1,
+    "num_beams": 1,
+    "epsilon_cutoff": 0,
+    "eta_cutoff": 0,
+}
+"""What a model may recommend and the generator does not do, with the values that do nothing."""
+_COLUMNS_FROM = 80
+"""Least width of a terminal for two columns."""
+_QUOTES = '"""'
+_HELP = f"""\
+  /help              list these commands
+  /reset             begin a new conversation
+  /system [TEXT]     show or set the system prompt, and begin anew
+  /temperature [X]   show or set the temperature; 0: the most probable token
+  /max-tokens [N]    show or set the most tokens of an answer
+  /save FILE         append the conversation to FILE, and go on saving there
+  /exit              end, as /quit and ctrl-D do
+{_QUOTES} begins and ends a text of several lines. Ctrl-C stops an answer.
+A line that begins with a space is sent as it is."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChosenModel:
+    """A model to talk to, before it is loaded."""
+
+    name: str
+    config: RunConfig
+    step: CommittedStep | None
 
 
 def chat(args: Namespace) -> None:
-    """Answer each line of standard input with a model, or a run's newest step; `/reset` begins anew."""
-    place = args.config
-    step = None
+    """Answer each line of standard input with a model, or a run's newest step."""
+    typed = [
+        f"{setting}={json.dumps(value)}" if name == "system" else f"{setting}={value}"
+        for name, setting in _OPTIONS.items()
+        if (value := getattr(args, name)) is not None
+    ]
+    overrides = [*args.overrides, *typed]
+    places = [args.config, *filter(None, [args.compare])]
+    choices = [_choice(place, overrides) for place in places]
+    if len(places) > len(set(places)):
+        raise UsageError(
+            "there is nothing to compare",
+            have=f"{args.config} twice",
+            want="another model or run",
+            do="give --compare the base model, or a step of the run",
+        )
+    if len({choice.name for choice in choices}) < len(choices):
+        choices = [replace(c, name=place) for place, c in zip(places, choices, strict=True)]
+    settings = choices[0].config
+    file = None if args.save is None else _writable(args.save)
+    for choice in choices:
+        count = parameter_count(choice.config.model)
+        size = f"{_short(count)} parameters, " if count else ""
+        _note(f"{choice.name}, {size}{_how(settings.rollout)}; /help")
+
+    def talk(layout: Layout, device: torch.device) -> None:
+        from burnish.cli.chat_model import ChatModel
+
+        models = {c.name: ChatModel(c, layout, device) for c in choices}
+        _Dialogue(models, settings.rollout, settings.seed, settings.data.system_prompt, file).hold()
+
+    from burnish.distributed.processes import launch
+
+    launch(talk, settings.distributed.model_copy(update={"stall_seconds": 0.0}))
+
+
+def _choice(place: str | None, overrides: Sequence[str]) -> ChosenModel:
+    """Return a place's model with the settings of the command line. Raises `UsageError` for settings without effect."""
     file, run = config_at(place) if place else (None, None)
-    named = [f"model.path={place}"] if place and file is None else []
-    config = read_config(file, [*named, *args.overrides])
+    named = [f"model.path={json.dumps(place)}"] if place and file is None else []
+    config, origins = load_with_origins(file, [*named, *overrides])
+    given = [name for name, origin in origins.items() if COMMAND_LINE in origin]
+    if idle := [name for name in given if name not in _USED and not name.startswith("model.")]:
+        raise UsageError(
+            f"{', '.join(idle)}: burnish chat does not use {'this setting' if len(idle) == 1 else 'these settings'}",
+            want=f"a setting of model, or {', '.join(sorted(_USED))}",
+            do="leave it out; --temperature X sets how answers are drawn",
+        )
+    if not (config.model.path or config.model.fresh):
+        raise UsageError(
+            "burnish chat needs a model to talk to",
+            want="a run, a step, a model's directory, or a model's id on the hub",
+            do="write burnish chat runs/NAME; burnish runs lists the runs",
+        )
+    name = config.run_name
+    step = None
     if run is None:
         model = at_newest_steps(config.model_dump()).model
     else:
         model, step = newest_model(run, config.model)
-    rendering = {"chat_template_kwargs", "chat_template_name", "system_prompt"}
-    data = DataConfig(**config.data.model_dump(include=rendering))
-    settings = config.model_copy(update={"model": model, "data": data, "reward": RewardConfig()})
-
-    def talk(layout: Layout, device: torch.device) -> None:
-        local = local_inputs(settings, device, layout, trains=False)[1]
-        foundation = lay_foundation(local, layout, device)
-        prove_model(foundation.hf_config, layout, device, generates=True)
-        Intact(layout, Progress(True)).require(*foundation.places(fresh=step is None))
-        if step is not None:
-            foundation = replace(foundation, source=CheckpointSource(step, layout))
-        generator = BuiltinGenerator(
-            foundation.hf_config,
-            layout=layout,
-            device=device,
-            dtype=compute_dtype(local.engine),
-            slots=local.rollout.slots,
-            eos_token_ids=foundation.eos_token_ids,
-            decode=foundation.tokenizer.decode,
-            lora=local.model.adapter_beside,
-        )
-        generator.load_weights(load_frozen(foundation).published(), version=0)
-        _converse(foundation, generator)
-
-    launch(talk, config.distributed)
+        name = f"{name} step {step.step}"
+    rollout = {each: getattr(config.rollout, each) for each in ("stop", "stop_token_ids")}
+    rollout |= {"max_response_length": _MOST_TOKENS, **recommended(model.path)}
+    drawn = ["max_response_length", *SamplingConfig.model_fields]
+    rollout |= {each: getattr(config.rollout, each) for each in drawn if f"rollout.{each}" in given}
+    changed: dict[str, Any] = {
+        "model": model,
+        "data": DataConfig(**config.data.model_dump(include=set(_RENDERING))),
+        "reward": RewardConfig(),
+        "rollout": RolloutConfig(**rollout),
+        "seed": config.seed if "seed" in given else secrets.randbits(63),
+    }
+    return ChosenModel(name, config.model_copy(update=changed), step)
 
 
-def _converse(foundation: Foundation, generator: BuiltinGenerator) -> None:
-    tokenizer = foundation.tokenizer
-    config = foundation.config
-    encoder = ChatEncoder(tokenizer, config.data)
-    decode = completion_decoder(tokenizer, config.rollout.stop, foundation.eos_token_ids)
-    positions = longest_sequence(foundation.hf_config)
-    system = config.data.system_prompt
-    has_place = system is not None and tokenizer.chat_template
-    opening = [{"role": "system", "content": str(system)}] if has_place else []
-    messages = list(opening)
-    for turn, line in enumerate(_lines()):
-        if line == "/reset":
-            messages = list(opening)
-            continue
-        messages.append({"role": "user", "content": line})
-        text = "".join(each["content"] for each in messages)
-        if tokenizer.chat_template:
-            text = encoder.prompt(messages, "the conversation")
-        [ids] = encoder.ids([text], special=not tokenizer.chat_template)
-        how = sampling(config.rollout, config.rollout, config.seed, turn)
-        if positions is not None:
-            how = replace(how, max_tokens=max(1, min(how.max_tokens, positions - len(ids))))
-        shown = ""
-
-        def show(token_ids: Sequence[int], *, ended: bool = False) -> None:
-            nonlocal shown
-            answer = decode(token_ids)
-            if ended or (answer.startswith(shown) and not answer.endswith(_INCOMPLETE)):
-                print_text(answer.removeprefix(shown), end="\n" if ended else "")
-                shown = answer
-
-        def watch(_: int) -> None:
-            [under_way] = generator.so_far()
-            show(under_way.completions[0].token_ids.tolist())
-
-        [[completion]] = generator.generate([Request(turn, np.array(ids), 1)], how, watch)
-        show(completion.token_ids.tolist(), ended=True)
-        messages.append({"role": "assistant", "content": shown})
+def recommended(place: str | None) -> dict[str, Any]:
+    """Return how the model at a place wants to be drawn from, as transformers reads its generation_config.json."""
+    fields: Mapping[str, Any] = {}
+    if place is not None:
+        with suppress(MissingError):
+            name = "generation_config.json"
+            fields = parse_object(small_file(place, name), f"{place}/{name}")
+    # transformers' own defaults stand for what is missing.
+    drawn = SamplingConfig(top_k=50).model_dump()
+    drawn |= {each: fields[each] for each in drawn if fields.get(each) is not None}
+    if fields.get("do_sample") is not True:
+        drawn["temperature"] = 0.0
+    with refusing(
+        f"the generation_config.json of {place} cannot be followed",
+        want="numbers, as transformers writes them",
+        do="correct the file, or remove it",
+    ):
+        SamplingConfig(**drawn)
+    for processor, neutral in _NEUTRAL.items():
+        if fields.get(processor) not in (None, neutral):
+            wanted = f"{processor} {fields[processor]!r}"
+            _note(f"{wanted}, which {place} recommends, is not applied")
+    return drawn
 
 
-def _lines() -> Iterator[str]:
-    while True:
+def _how(rollout: RolloutConfig) -> str:
+    return sampling_text(rollout) if rollout.temperature else "greedy"
+
+
+def _short(count: int) -> str:
+    size, unit = (count / 1e9, "B") if count >= 1e9 else (count / 1e6, "M")
+    return f"{size:.1f} {unit}"
+
+
+def _note(text: str) -> None:
+    print(presentable(text), file=sys.stderr, flush=True)
+
+
+@dataclass(slots=True)
+class _Dialogue:
+    """One conversation after another, with each of `models`, by name."""
+
+    models: Mapping[str, ChatModel]
+    rollout: RolloutConfig
+    seed: int
+    system: str | None
+    file: Path | None
+    """Where conversations are saved, if anywhere."""
+    turn: int = 0
+    messages: dict[str, list[Message]] = field(default_factory=dict)
+    """The conversation with each model."""
+    start: int = 0
+    """Size of the file before this conversation."""
+    is_live: bool = field(default_factory=lambda: sys.stdin.isatty() and sys.stdout.isatty())
+    """Whether a person watches, and not a pipe."""
+
+    def hold(self) -> None:
+        """Answer texts and follow commands until /exit or the end of the input."""
+        if not all(model.has_template for model in self.models.values()):
+            _note("there is no chat template: the model continues your text")
+        if sys.stdin.isatty():
+            # Lines can then be edited, and arrows bring earlier ones.
+            with suppress(ImportError):
+                import readline  # noqa: F401
+        self._begin()
+        for text, is_command in _typed():
+            try:
+                if not is_command:
+                    self._answer(text)
+                elif self._follow(*text.partition(" ")[::2]):
+                    return
+            except BurnishError as error:
+                if not (self.is_live or is_command):
+                    raise
+                _note(str(error))
+
+    def _begin(self) -> None:
+        opening = [] if self.system is None else [{"role": "system", "content": self.system}]
+        self.messages = {name: [*opening] for name in self.models}
+        self.start = self.file.stat().st_size if self.file is not None else 0
+
+    def _follow(self, command: str, rest: str) -> bool:
+        """Follow a command; return whether it ends the dialogue. Raises `UsageError` for an unknown one."""
+        value = rest.strip()
+        match command:
+            case "/exit" | "/quit":
+                return True
+            case "/help":
+                _note(_HELP)
+            case "/reset":
+                self._begin()
+            case "/system" if value:
+                self.system = value
+                self._begin()
+            case "/system":
+                _note(self.system or "there is no system prompt")
+            case "/temperature":
+                self._set("temperature", value)
+                _note(_how(self.rollout))
+            case "/max-tokens":
+                self._set("max_response_length", value)
+                _note(f"at most {self.rollout.max_response_length} tokens")
+            case "/save":
+                self.file = _writable(value)
+                self.start = self.file.stat().st_size
+                self._save()
+            case _:
+                raise UsageError(
+                    f"there is no command {command}",
+                    do="see /help; begin the line with a space to send it to the model",
+                )
+        return False
+
+    def _set(self, name: str, value: str) -> None:
+        if value:
+            want = "a number, 0 or more" if name == "temperature" else "a whole number, 1 or more"
+            with refusing(f"{value} is no value here", want=want, do="correct it"):
+                self.rollout = RolloutConfig(
+                    **{**self.rollout.model_dump(), name: json.loads(value)}
+                )
+
+    def _answer(self, text: str) -> None:
+        asked = {
+            name: [*said, {"role": "user", "content": text}] for name, said in self.messages.items()
+        }
+        self.turn += 1
+        answers = self._side_by_side(asked) if self._has_columns() else self._in_turn(asked)
+        for name, said in answers.items():
+            asked[name].append({"role": "assistant", "content": said})
+        self.messages = asked
+        self._save()
+
+    def _has_columns(self) -> bool:
+        from rich.console import Console
+
+        return len(self.models) > 1 and self.is_live and Console().width >= _COLUMNS_FROM
+
+    def _in_turn(self, asked: Mapping[str, list[Message]]) -> dict[str, str]:
+        """Print each model's answer while it grows."""
+        said = {}
+        for name in self.models:
+            if len(self.models) > 1:
+                print_text(f"[{name}]")
+            said[name] = ""
+
+            def show(text: str, name: str = name) -> None:
+                print_text(text.removeprefix(said[name]), end="")
+                said[name] = text
+
+            remark = self._draw(name, asked[name], show)
+            print_text("")
+            if remark:
+                _note(remark)
+        return said
+
+    def _side_by_side(self, asked: Mapping[str, list[Message]]) -> dict[str, str]:
+        """Show the answers in columns while they grow."""
+        from rich.console import Console
+        from rich.live import Live
+        from rich.table import Table
+        from rich.text import Text
+
+        said = dict.fromkeys(self.models, "")
+
+        def columns() -> Table:
+            table = Table(expand=True)
+            for name in said:
+                table.add_column(Text(name), ratio=1)
+            table.add_row(*(Text(printable(text)) for text in said.values()))
+            return table
+
+        console = Console(highlight=False)
+        # The live picture ends at the height of the terminal. The whole is printed once it is there.
+        with Live(get_renderable=columns, console=console, transient=True):
+            remarks = []
+            for name in self.models:
+
+                def show(text: str, name: str = name) -> None:
+                    said[name] = text
+
+                remarks.append(f"{name}: {self._draw(name, asked[name], show)}")
+        console.print(columns())
+        _note("\n".join(remarks))
+        return said
+
+    def _draw(self, name: str, messages: Sequence[Message], show: Callable[[str], None]) -> str:
+        """Show a model's answer while it grows, until its end or ctrl-C. Return a remark for the person who watches."""
+        began = monotonic()
         try:
-            line = input("> " if sys.stdin.isatty() else "").strip()
-        except EOFError:
+            answer = self.models[name].answer(messages, self.rollout, self.seed, self.turn, show)
+        except KeyboardInterrupt:
+            if not self.is_live:
+                raise
+            return "(stopped)"
+        show(answer.text)
+        cut = "; cut off, /max-tokens N allows more" if answer.is_cut else ""
+        speed = f", {answer.tokens / (monotonic() - began):.1f} a second" if self.is_live else ""
+        return f"({count_text(answer.tokens, 'token')}{speed}{cut})" if speed or cut else ""
+
+    def _save(self) -> None:
+        """Write this conversation in place of its beginning."""
+        rows = [said for said in self.messages.values() if said and said[-1]["role"] == "assistant"]
+        if self.file is None or not rows:
             return
-        if line:
-            yield line
+        lines = [json.dumps({"messages": said}, ensure_ascii=False) for said in rows]
+        with self.file.open("r+b") as file:
+            file.truncate(self.start)
+            file.seek(self.start)
+            file.write("".join(f"{line}\n" for line in lines).encode())
+
+
+def _writable(place: str) -> Path:
+    path = Path(place).expanduser()
+    with refusing(
+        f"conversations cannot be saved in {place or 'a file without a name'}",
+        want="a file that may be written",
+        do="give another one, such as chats.jsonl",
+    ):
+        path.open("ab").close()
+    return path
+
+
+def _typed() -> Iterator[tuple[str, bool]]:
+    """Yield each text, and whether it is a command."""
+    prompts = ("> ", ". ") if sys.stdin.isatty() else ("", "")
+    with suppress(EOFError):
+        while True:
+            line = input(prompts[0])
+            text = line.strip()
+            if text.startswith(_QUOTES):
+                text = text.removeprefix(_QUOTES)
+                while not text.endswith(_QUOTES):
+                    text = f"{text}\n{input(prompts[1])}"
+                yield text.removesuffix(_QUOTES).strip(), False
+            elif text:
+                yield text, line.startswith("/")

@@ -29,7 +29,8 @@ from burnish.redaction import redacted
 
 DEFAULT = "default"
 """The origin of a value that nothing set."""
-_COMMAND_LINE = "command line"
+COMMAND_LINE = "command line"
+"""The origin of a value that the command line set."""
 _ARGUMENT = "argument"
 """The origin of a value from the Python API."""
 _RECORDED = "recorded"
@@ -154,7 +155,7 @@ class _Draft:
             return
         try:
             parsed = parse_value(written, name, name)
-            self.set(name, _fitted(name, parsed.values, parsed.written), _COMMAND_LINE)
+            self.set(name, _fitted(name, parsed.values, parsed.written), COMMAND_LINE)
         except UsageError:
             self.problems.append(
                 UsageError(
@@ -338,7 +339,7 @@ def _origin(origins: Mapping[str, str], name: str) -> str:
     sources += {
         origin
         for part, origin in origins.items()
-        if part.startswith(f"{name}.") and origin in (_COMMAND_LINE, _ARGUMENT)
+        if part.startswith(f"{name}.") and origin in (COMMAND_LINE, _ARGUMENT)
     }
     return ", ".join(sources) or DEFAULT
 
@@ -360,7 +361,7 @@ def _shown(value: Any) -> str:
 
 
 def _advice(name: str, key: Key, origin: str) -> str:
-    if key.section and origin == _COMMAND_LINE:
+    if key.section and origin == COMMAND_LINE:
         return f"set its keys: {name}.KEY=value"
     return f"see `burnish config explain {key.name}`"
 

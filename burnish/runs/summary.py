@@ -32,6 +32,8 @@ from burnish.runs.preflight import data_sizes, is_asked_here, model_fields
 from burnish.runs.run_directory import committed_steps
 
 _BRIEF = ("model", "engine", "layout", "train on", "validate on", "length", "writes")
+_OF_MEASUREMENTS = ("completions", "measures")
+"""Rows at the start of a run, and further ones at the start of a measurement."""
 # Most seconds for counting the rows of a data set.
 _COUNTING_SECONDS = 0.3
 _CHUNK = 1 << 20
@@ -52,8 +54,10 @@ def summary(
     engine = config.engine
     data = config.data
     processes = count_text(world, "process")
+    count = parameter_count(config.model)
+    size = f", {count:,} parameters" if count else ""
     rows = [
-        ("model", f"{_model(config.model, run_dir)}{_parameters(config.model)}"),
+        ("model", f"{_model(config.model, run_dir)}{size}"),
         ("engine", f"{engine.kind}, precision {engine.precision}, {processes}"),
     ]
     if not method.trains and config.rollout.engine == "openai":
@@ -87,7 +91,8 @@ def summary(
         rows += _output_rows(config.checkpoint, config.directory, config.mirror_url, saved)
     rows += [("memory", memory)] if memory else []
     if brief:
-        rows = [row for row in rows if row[0] in _BRIEF]
+        named = _BRIEF if method.trains else (*_BRIEF, *_OF_MEASUREMENTS)
+        rows = [row for row in rows if row[0] in named]
     return "\n".join(f"  {line}" for line in table(rows))
 
 
@@ -189,17 +194,17 @@ def sampling_text(sampling: SamplingConfig) -> str:
     return ", ".join(parts)
 
 
-def _parameters(model: ModelConfig) -> str:
-    count = 0
+def parameter_count(model: ModelConfig) -> int:
+    """Return how many parameters the model has, by its configuration or else its weights; 0 if neither says."""
     try:
         if model.path is None or is_asked_here(model.path, "model"):
-            count = ModelShape.of(model_fields(model)).elements
+            return ModelShape.of(model_fields(model)).elements
     except UsageError:
         if model.path and not is_elsewhere(model.path):
-            count = _elements(Path(model.path).expanduser())
+            return _elements(Path(model.path).expanduser())
     except BurnishError:  # the run itself reports what is missing
-        count = 0
-    return f", {count:,} parameters" if count else ""
+        pass
+    return 0
 
 
 def _elements(directory: Path) -> int:
