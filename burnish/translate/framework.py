@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from burnish.errors import UsageError
 from burnish.translate.foreign_arguments import Arguments
 
 
@@ -22,3 +23,15 @@ class Framework:
     """What it does without being told, by the names of its arguments; only where it changes the result."""
     generates: Callable[[Arguments], bool | None] = lambda _: None
     """Whether its program generates completions; None if the settings say so."""
+    table: str = ""
+    """The table of its names, in `burnish.config.foreign_names`; "" for those of all."""
+
+
+def refuse_preferences(framework: str, found: str) -> UsageError:
+    """Return the error for training on preferences, which would become something else."""
+    return UsageError(
+        f"{framework}'s {found} trains on preferences or a reward model, which Burnish does not support yet",
+        have=found,
+        want="supervised fine-tuning, GRPO or PPO",
+        do="translate such a configuration; burnish sft trains on the chosen answers with data.completion_column=chosen",
+    )

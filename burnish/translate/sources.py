@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shlex
+import tomllib
 from collections.abc import Sequence
 from string import Template
 from typing import Any
@@ -22,12 +23,13 @@ _ASSIGNMENT = r"^\s*(?:export\s+)?([A-Za-z_]\w*)=(\S*)\s*$"
 """A line of a shell script that sets a variable."""
 _ENDS_OF_A_COMMAND = ("&&", "||", "|", ";", "&")
 _YAML = (".yaml", ".yml")
+_TOML = ".toml"
 
 
 def read_arguments(words: Sequence[str]) -> Arguments:
     """Read the file that a single word names, or `key=value` and `--flag value` as they are typed.
 
-    A file is YAML or a shell script. Raises `MissingError` and `UsageError`.
+    A file is YAML, TOML or a shell script. Raises `MissingError` and `UsageError`.
     """
     if len(words) == 1 and "=" not in words[0] and not words[0].startswith("-"):
         return _of_file(words[0])
@@ -37,6 +39,8 @@ def read_arguments(words: Sequence[str]) -> Arguments:
 def _of_file(name: str) -> Arguments:
     if name.endswith(_YAML):
         return Arguments(dict(dotted(read_document(name).values)))
+    if name.endswith(_TOML):
+        return Arguments(dict(dotted(_read_toml(name))))
     script = _without_variables(read_text(name))
     try:
         return _of_words(shlex.split(script, comments=True))
@@ -44,6 +48,13 @@ def _of_file(name: str) -> Arguments:
         raise UsageError(
             f"{name} is not a shell script", have=error, do="give the arguments themselves"
         ) from None
+
+
+def _read_toml(name: str) -> dict[str, Any]:
+    try:
+        return tomllib.loads(read_text(name))
+    except tomllib.TOMLDecodeError as error:
+        raise UsageError(f"{name} is no TOML", have=error, do="correct the file") from None
 
 
 def _without_variables(script: str) -> str:

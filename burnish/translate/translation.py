@@ -25,13 +25,20 @@ from burnish.errors import UsageError, count_text
 from burnish.method import Method
 from burnish.methods.rl import RL
 from burnish.methods.sft import SFT
+from burnish.translate.axolotl import AXOLOTL
 from burnish.translate.foreign_arguments import Arguments, Fate
 from burnish.translate.framework import Framework
+from burnish.translate.llama_factory import LLAMA_FACTORY
+from burnish.translate.openrlhf import OPENRLHF
+from burnish.translate.prime_rl import PRIME_RL
 from burnish.translate.sources import read_arguments
-from burnish.translate.trl import TRL
+from burnish.translate.trl import OPEN_R1, TRL, combine_shared
 from burnish.translate.verl import VERL
 
-_FRAMEWORKS: tuple[Framework, ...] = (VERL, TRL)
+_FRAMEWORKS = (VERL, TRL, OPEN_R1, OPENRLHF, AXOLOTL, LLAMA_FACTORY, PRIME_RL)
+_SHARED = (VERL.combine, combine_shared)
+"""What combines arguments that could be of several frameworks."""
+_SHOWN = 5
 _OF_RL = ("algorithm.", "critic.", "reward.", "rollout.")
 """Sections that only reinforcement learning reads."""
 _LISTS = ("carried", "as by default", "have no counterpart", "left for you to decide")
@@ -52,13 +59,14 @@ def translate_arguments(words: Sequence[str]) -> str:
             want="key=value, --flag value, a YAML file or a shell script",
             do="give the arguments as they are typed, or the name of their file",
         )
-    framework = next((each for each in _FRAMEWORKS if each.recognizes(arguments)), None)
+    framework = _recognized(arguments)
+    table = framework.table if framework else ""
     if framework:
         arguments.imply(framework.defaults(arguments))
-    for each in [framework] if framework else _FRAMEWORKS:
-        each.combine(arguments)
+    for combine in [framework.combine] if framework else _SHARED:
+        combine(arguments)
     for name, value in arguments.unsettled.items():
-        _settle_one(arguments, name, value)
+        _settle_one(arguments, name, value, table)
     settings = _settings_of(arguments)
     generates = framework.generates(arguments) if framework else None
     if generates is None:
@@ -66,20 +74,42 @@ def translate_arguments(words: Sequence[str]) -> str:
     return _written(arguments, settings, RL() if generates else SFT(), framework)
 
 
-def _settle_one(arguments: Arguments, name: str, value: Any) -> None:
-    """Give a fate to an argument that means something alone."""
+def _recognized(arguments: Arguments) -> Framework | None:
+    """Return the framework whose arguments these are; None if several have them. Raises `UsageError` for none and for a mixture."""
+    frameworks = [each for each in _FRAMEWORKS if each.recognizes(arguments)]
+    if len(frameworks) > 1:
+        raise UsageError(
+            "these arguments are of several frameworks",
+            have=" and ".join(each.name for each in frameworks),
+            want="the arguments of one",
+            do="translate one after the other",
+        )
+    if not frameworks and not any(map(known_ending, arguments.given)):
+        raise UsageError(
+            "these arguments are of no framework that Burnish knows",
+            have=", ".join(list(arguments.given)[:_SHOWN]),
+            want=", ".join(each.name for each in _FRAMEWORKS),
+            do="give a script, a command line or a configuration of one of these",
+        )
+    return frameworks[0] if frameworks else None
+
+
+def _settle_one(arguments: Arguments, name: str, value: Any, table: str) -> None:
+    """Give a fate to an argument that means something alone. `table` has the names of its framework; "" of all."""
     if name in arguments.strays:
         arguments.leave("no argument", name)
         return
-    ending = known_ending(name) or ""
-    explanation = explain_foreign(ending)
-    settings = translate_setting(name, value)
-    if settings is None and not explanation and (key := _namesake(name)):
+    ending = known_ending(name, table) or ""
+    explanation = explain_foreign(ending, table)
+    settings = translate_setting(name, value, table)
+    if settings is None and not explanation and not table and (key := _namesake(name)):
         settings = {key: value}
+    if value is None and table:
+        settings = {}  # nothing is set, so the framework's default counts
     if settings is not None:
         arguments.carry(settings, name)
-    elif ending in foreign_names().absent:
-        arguments.drop(explanation, name)
+    elif ending in foreign_names(table).absent:
+        arguments.drop(foreign_names(table).absent[ending], name)
     else:
         _, do = suggestion(name)
         is_near = do.startswith("did you mean")

@@ -1,41 +1,142 @@
-"""Translate settings that depend on several arguments of TRL, or of transformers' trainer, which others use too."""
+"""Translate settings that depend on several arguments of TRL, and what its trainers do without being told."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from pathlib import PurePath
+from typing import Any
+
+from burnish.config.foreign_names import marks_of
 from burnish.errors import UsageError, count_text
 from burnish.translate.foreign_arguments import Arguments
-from burnish.translate.framework import Framework
+from burnish.translate.framework import Framework, refuse_preferences
+from burnish.translate.trainer import combine_batch, combine_trainer, lora_settings
 
-_BETAS = {"adam_beta1": 0.9, "adam_beta2": 0.999}
-"""The names of AdamW's coefficients, and their defaults."""
-_BATCH = (
-    "per_device_train_batch_size",
-    "gradient_accumulation_steps",
-    "generation_batch_size",
+_ONLINE = ("grpo", "gspo", "rloo", "ppo")
+_ON_PREFERENCES = ("dpo", "kto", "orpo", "cpo", "bco", "tpo", "xpo", "reward", "prm", "mpo", "nash")
+_OTHERS = ("gkd", "gold", "sdft", "sdpo", "ssd", "distillation", "minillm", "vllm_serve", "async")
+_OF_PREFERENCES = ("precompute_ref_log_probs", "desirable_weight", "rpo_alpha", "label_smoothing")
+"""Arguments that only trainers on preferences have."""
+_OF_ONLINE = [
+    "num_generations",
+    "reward_funcs",
+    "max_completion_length",
+    "num_iterations",
+    "scale_rewards",
+    "epsilon",
+    "epsilon_high",
+    "beta",
+    "use_vllm",
+    "vllm_mode",
     "steps_per_generation",
-    "num_processes",
-    "nproc_per_node",
-)
-"""What the size of a step's batch follows from."""
+    "generation_batch_size",
+    "importance_sampling_level",
+    "mask_truncated_completions",
+    "log_completions",
+]
+"""Arguments that only trainers on completions have."""
+_LORA = ("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "lora_target_parameters")
+_OF_PEFT = {
+    "lora_r": 16,
+    "lora_alpha": 32,
+    "lora_dropout": 0.05,
+    "lora_target_modules": ["q_proj", "v_proj"],
+}
+"""What `--use_peft` means without more. The layers are those of PEFT for Llama, Qwen, Mistral and Gemma."""
+_OF_TRAINER = {
+    "lr_scheduler_type": "linear",
+    "num_train_epochs": 3,
+    "per_device_train_batch_size": 8,
+}
+_OF_SFT = {"learning_rate": 2e-5, "max_length": 1024}
+_OF_GRPO = {"learning_rate": 1e-6, "num_generations": 8, "max_completion_length": 512}
+_OF_RLOO = {"num_generations": 2, "max_completion_length": 512, "beta": 0.05}
+_OF_VLLM = {"vllm_mode": "colocate", "vllm_importance_sampling_mode": "sequence_mask"}
+_MODES = {
+    "token_truncate": ("token", False),
+    "token_mask": ("token", True),
+    "sequence_truncate": ("sequence", False),
+    "sequence_mask": ("sequence", True),
+}
+"""What TRL compares, and whether it leaves out what is above the limit."""
 
 
-def _recognizes(arguments: Arguments) -> bool:
-    return arguments.program[:1] == ("trl",)
+def trainer_of(arguments: Arguments) -> str:
+    """Return sft, grpo, rloo or ppo: the trainer that the program or the arguments name. Raises `UsageError` for others."""
+    words = [PurePath(word).stem for word in arguments.program if not word.startswith("-")]
+    named = [
+        word for word in words if word not in ("trl", "accelerate", "launch", "python", "python3")
+    ]
+    for word in reversed(named):
+        head = word.split("_")[0]
+        if head in _ON_PREFERENCES or word.startswith("online_dpo"):
+            raise refuse_preferences("TRL", word)
+        if word in _OTHERS or head in _OTHERS:
+            raise UsageError(
+                f"TRL's {word} has no counterpart",
+                have=word,
+                want="sft, grpo or rloo",
+                do="translate one of these",
+            )
+        if head in _ONLINE:
+            return "grpo" if head == "gspo" else head
+        if head == "sft":
+            return "sft"
+    if any(name in arguments.given for name in _OF_PREFERENCES):
+        raise refuse_preferences("TRL", ", ".join(set(_OF_PREFERENCES) & set(arguments.given)))
+    return "grpo" if any(name in arguments.given for name in _OF_ONLINE) else "sft"
 
 
-def _combine(arguments: Arguments) -> None:
-    """Raise `UsageError` for values that do not fit together."""
-    _rewards(arguments)
-    _betas(arguments)
+def combine_shared(arguments: Arguments) -> None:
+    """Give a fate to arguments that others have too. Raise `UsageError` for values that do not fit together."""
+    combine_rewards(arguments)
+    _datasets(arguments)
     _with_suffixes(arguments, "model.path", "model_name_or_path", "@", ["model_revision"])
-    parts = ["dataset_config", "dataset_train_split"]
-    _with_suffixes(arguments, "data.train", "dataset_name", ":", parts)
-    _batch(arguments)
-    _steps(arguments)
+    combine_batch(arguments, "per_device_train_batch_size")
+    combine_trainer(arguments)
     _upper_clip(arguments)
 
 
-def _rewards(arguments: Arguments) -> None:
+def combine_trl(arguments: Arguments) -> None:
+    """Give a fate to arguments that mean something together. Raise `UsageError` for values that do not fit together."""
+    is_online = trainer_of(arguments) != "sft"
+    _lora(arguments)
+    combine_shared(arguments)
+    if trainer_of(arguments) == "rloo":
+        arguments.carry(
+            {
+                "algorithm.advantage": "rloo",
+                "algorithm.kl.place": "reward",
+                "algorithm.kl.coef": arguments.number("beta"),
+            },
+            "beta",
+        )
+    if is_online:
+        _correction(arguments)
+    else:
+        arguments.drop("only trainers on completions read it", *_OF_ONLINE)
+        _say_what_sft_does(arguments)
+
+
+def _defaults(arguments: Arguments) -> Mapping[str, Any]:
+    trainer = trainer_of(arguments)
+    own = {"sft": _OF_SFT, "grpo": _OF_GRPO, "rloo": _OF_RLOO}.get(trainer, {})
+    return {**_OF_TRAINER, **own, **_implied_by_switches(arguments, **_OF_VLLM)}
+
+
+def _implied_by_switches(arguments: Arguments, **of_vllm: str) -> dict[str, Any]:
+    """Return what `use_peft` and `use_vllm` mean without more."""
+    given = arguments.given
+    implied: dict[str, Any] = dict(_OF_PEFT) if given.get("use_peft") else {}
+    if implied and "lora_target_parameters" in given:
+        del implied["lora_target_modules"]
+    if given.get("use_vllm"):
+        implied |= of_vllm
+    return implied
+
+
+def combine_rewards(arguments: Arguments) -> None:
+    """Carry reward functions with their weights. Raise `UsageError` if their numbers differ."""
     functions = arguments.look_up("reward_funcs")
     if not functions:
         return
@@ -65,11 +166,22 @@ def _reward_function(name: str) -> str:
     return f"{module or 'trl.rewards'}:{function}"
 
 
-def _betas(arguments: Arguments) -> None:
-    given = {name: arguments.number(name) for name in _BETAS}
-    if any(beta is not None for beta in given.values()):
-        betas = [_BETAS[name] if beta is None else beta for name, beta in given.items()]
-        arguments.carry({"optim.betas": betas}, *given)
+def _datasets(arguments: Arguments) -> None:
+    """Carry the data set, and its test split where the trainer evaluates."""
+    name = arguments.look_up("dataset_name")
+    subset = arguments.look_up("dataset_config")
+    strategy = str(arguments.look_up("eval_strategy") or "no").lower()
+    if name and strategy not in ("no", "false"):
+        parts = [
+            str(part)
+            for part in (subset, arguments.look_up("dataset_test_split") or "test")
+            if part
+        ]
+        arguments.carry({"data.validation": [f"{name}:{'/'.join(parts)}"]}, "dataset_test_split")
+    elif name:
+        arguments.carry({}, "dataset_test_split")
+    parts = ["dataset_config", "dataset_train_split"]
+    _with_suffixes(arguments, "data.train", "dataset_name", ":", parts)
 
 
 def _with_suffixes(
@@ -78,49 +190,120 @@ def _with_suffixes(
     """Carry a name and its suffixes as one setting: `OWNER/NAME@REVISION` or `OWNER/NAME:SUBSET/SPLIT`."""
     value = arguments.look_up(main)
     if value:
-        parts = [str(part) for part in map(arguments.look_up, suffixes) if part]
+        named = map(arguments.look_up, suffixes)
+        parts = [str(part) for part in named if part and (part != "main" or mark == ":")]
         whole = f"{value}{mark}{'/'.join(parts)}" if parts else str(value)
         arguments.carry({key: whole}, main, *suffixes)
 
 
-def _batch(arguments: Arguments) -> None:
-    """Carry the prompts and mini-batches of a step, from sequences per device, micro-batches and devices."""
-    completions = arguments.number("num_generations") or 1
-    sizes = {name: arguments.number(name) for name in _BATCH}
-    if not sizes["per_device_train_batch_size"] and not sizes["generation_batch_size"]:
+def _lora(arguments: Arguments) -> None:
+    """Carry the adapter that `use_peft` switches on; without it TRL reads none of its settings."""
+    if not arguments.look_up("use_peft"):
+        arguments.carry({}, "use_peft")
+        arguments.drop("it counts only with use_peft", *_LORA)
         return
-    accumulated = sizes["gradient_accumulation_steps"] or 1
-    # A generation lasts for so many micro-batches. By default all of them make up one optimizer step.
-    micro_batches = sizes["steps_per_generation"] or accumulated
-    devices = sizes["num_processes"] or sizes["nproc_per_node"] or 1
-    sequences = sizes["generation_batch_size"]
-    if not sequences:
-        sequences = sizes["per_device_train_batch_size"] * devices * micro_batches
+    if arguments.look_up("lora_target_modules") == _OF_PEFT["lora_target_modules"]:
         arguments.remarks.append(
-            f"batch: as on {count_text(devices, 'device')}, for which the arguments are"
+            "PEFT adapts q_proj and v_proj of Llama, Qwen, Mistral and Gemma; of other models it adapts other layers"
         )
-    settings = {"batch.prompts": max(1, sequences // completions)}
-    if sizes["steps_per_generation"]:
-        settings["batch.minibatches"] = max(1, micro_batches // accumulated)
-    arguments.carry(settings, *_BATCH)
-
-
-def _steps(arguments: Arguments) -> None:
-    """Carry the number of steps, and a warm-up that is a share of them. A share of unlimited steps is left."""
-    steps = arguments.number("max_steps")
-    share = arguments.number("warmup_ratio")
-    if steps == -1:
-        arguments.carry({}, "max_steps")
-    elif steps is not None and share:
-        arguments.carry({"optim.warmup_steps": round(share * steps)}, "warmup_ratio")
+    arguments.carry(lora_settings(arguments, "lora_r", 32), "use_peft", "lora_r", "lora_alpha")
 
 
 def _upper_clip(arguments: Arguments) -> None:
     """Carry the upper clip. With CISPO, TRL caps the whole ratio at it, which is 1 + clip_high here."""
     high = arguments.number("epsilon_high")
-    if high:
-        is_cispo = arguments.look_up("loss_type") == "cispo"
-        arguments.carry({"algorithm.clip_high": high - 1 if is_cispo else high}, "epsilon_high")
+    low = arguments.number("epsilon")
+    if not high:
+        return
+    is_cispo = arguments.look_up("loss_type") == "cispo"
+    arguments.carry({"algorithm.clip_high": high - 1 if is_cispo else high}, "epsilon_high")
+    if low is not None:
+        arguments.carry({"algorithm.clip_low": low}, "epsilon")
 
 
-TRL = Framework("TRL", recognizes=_recognizes, combine=_combine)
+def _correction(arguments: Arguments) -> None:
+    """Carry the correction for vLLM's log-probs, which is on if vLLM draws."""
+    names = ("vllm_importance_sampling_correction", "vllm_importance_sampling_mode")
+    limits = ("vllm_importance_sampling_clip_max", "vllm_importance_sampling_cap")
+    every = (*names, *limits, "vllm_importance_sampling_clip_min")
+    mode = arguments.look_up(names[1])
+    if arguments.look_up(names[0]) is False or not arguments.look_up("use_vllm") or not mode:
+        arguments.carry({}, *every)
+        return
+    limit = next((value for value in map(arguments.number, limits) if value), 3.0)
+    lowest = arguments.number("vllm_importance_sampling_clip_min")
+    if mode not in _MODES:
+        return
+    level, leaves_out = _MODES[mode]
+    settings: dict[str, Any] = {"algorithm.mismatch_cap": limit, "algorithm.mismatch_level": level}
+    if leaves_out:
+        settings |= {
+            "algorithm.mismatch_reject": level,
+            "algorithm.mismatch_high": limit,
+            "algorithm.mismatch_low": lowest or 1e-6,
+        }
+    arguments.carry(settings, *every)
+
+
+def _say_what_sft_does(arguments: Arguments) -> None:
+    arguments.remarks.append("TRL cuts examples over max_length; Burnish leaves them out")
+    if not arguments.look_up("assistant_only_loss"):
+        arguments.remarks.append(
+            "of chats TRL trains on every turn unless assistant_only_loss is true; Burnish trains on the assistant's turns"
+        )
+
+
+def _recognizes(arguments: Arguments) -> bool:
+    if _is_open_r1(arguments):
+        return False
+    names = {name.partition("/")[0] for name in arguments.program}
+    return "trl" in names or not marks_of("trl").isdisjoint(arguments.given)
+
+
+def _is_open_r1(arguments: Arguments) -> bool:
+    named = any("open_r1" in word for word in arguments.program)
+    return named or not marks_of("open_r1").isdisjoint(arguments.given)
+
+
+def _generates(arguments: Arguments) -> bool:
+    return trainer_of(arguments) != "sft"
+
+
+_OF_OPEN_R1 = {"max_completion_length": 256, "max_prompt_length": 512, "num_generations": 8}
+"""What GRPO of TRL 0.18 does, which open-r1 asks for."""
+
+
+def _defaults_of_open_r1(arguments: Arguments) -> Mapping[str, Any]:
+    own = {"learning_rate": 1e-6, **_OF_OPEN_R1} if _generates(arguments) else _OF_SFT
+    return {**_OF_TRAINER, **own, **_implied_by_switches(arguments, vllm_mode="server")}
+
+
+def _combine_open_r1(arguments: Arguments) -> None:
+    """Say what its names of rewards are, before TRL's meaning is asked."""
+    functions = arguments.look_up("reward_funcs")
+    if functions:
+        arguments.leave(
+            "these are names of open-r1's own functions; with the package open_r1 installed write reward.functions: "
+            "[open_r1.rewards:accuracy_reward], else bring functions of your own",
+            "reward_funcs",
+            "reward_weights",
+        )
+    combine_trl(arguments)
+
+
+TRL = Framework(
+    "TRL",
+    table="trl",
+    recognizes=_recognizes,
+    combine=combine_trl,
+    defaults=_defaults,
+    generates=_generates,
+)
+OPEN_R1 = Framework(
+    "open-r1",
+    table="open_r1",
+    recognizes=_is_open_r1,
+    combine=_combine_open_r1,
+    defaults=_defaults_of_open_r1,
+    generates=_generates,
+)

@@ -136,9 +136,11 @@ def test_every_value_of_a_name_from_elsewhere_fits() -> None:
 
 
 def test_names_from_elsewhere_are_answered_once_and_are_no_keys() -> None:
-    names = [name for table in TABLES for part in ANSWERS for name in table[part]]
-    assert len(names) == len(set(names)) == len({**RENAMED, **DIFFERENT, **ABSENT})
-    assert [name for name in names if name in KEYS] == []
+    for table in TABLES:
+        names = [name for part in ANSWERS for name in table[part]]
+        assert len(names) == len(set(names))
+        assert [name for name in names if name in KEYS] == []
+    assert len({**RENAMED, **DIFFERENT, **ABSENT}) == len(RENAMED) + len(DIFFERENT) + len(ABSENT)
     assert [section for section in SECTIONS if section in KEYS] == []
 
 

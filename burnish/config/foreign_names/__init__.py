@@ -1,6 +1,6 @@
 """Read what other frameworks call the settings. Only errors, short names and `burnish config translate` load this.
 
-Each framework is one table, a YAML file of this folder. A name that frameworks share stands in one table only. The text of a name
+Each framework is one table, a YAML file of this folder. A table may use others, whose names it has too. The text of a name
 states any difference in meaning, because nobody should change the algorithm by following it. Rare names, and names that are the
 same here, are left out.
 """
@@ -16,6 +16,9 @@ import yaml
 
 from burnish.config.keys import known_keys
 
+_TABLES = ("transformers", "trl", "verl", "openrlhf", "axolotl", "llama_factory", "prime_rl")
+"""All tables. Without a framework, the first one with a name answers."""
+
 
 class ForeignNames(NamedTuple):
     """Names of settings in other frameworks.
@@ -30,46 +33,69 @@ class ForeignNames(NamedTuple):
     different: dict[str, str]
     """The nearest keys, a colon, and the difference."""
     absent: dict[str, str]
-    """Why Burnish does not need or does not have the setting."""
+    """Why Burnish does not need or does not have the setting. `fsdp*` is every whole name that begins so."""
     values: dict[str, dict[str, dict[str, Any]]]
     """The same settings here, by name and then by value, in lower case or "*" for any value."""
 
 
 @cache
-def foreign_names() -> ForeignNames:
-    """Return all tables as one, read once."""
+def foreign_names(framework: str = "") -> ForeignNames:
+    """Return a framework's own names and those that it shares; without a framework, the names of all."""
     names = ForeignNames([], {}, {}, {}, {})
-    for path in sorted(Path(__file__).parent.glob("*.yaml")):
-        table = yaml.safe_load(path.read_text())
-        names.sections.extend(table.get("sections", []))
-        names.renamed.update(table["renamed"])
-        names.different.update(table["different"])
-        names.absent.update(table["absent"])
-        for name, by_value in table["values"].items():
-            names.values[name] = {str(value).lower(): found for value, found in by_value.items()}
+    tables = [framework, *_table(framework).get("uses", ())] if framework else _TABLES
+    for each in tables:
+        _add(names, _table(each), patterns=bool(framework))
     return names
 
 
-def known_ending(name: str) -> str | None:
-    """Return the longest ending of a dotted name that is in a table or a setting here, or None.
+@cache
+def marks_of(framework: str) -> frozenset[str]:
+    """Return names that only this framework has."""
+    return frozenset(_table(framework)["marks"])
+
+
+@cache
+def _table(framework: str) -> dict[str, Any]:
+    table: dict[str, Any] = yaml.safe_load(
+        (Path(__file__).parent / f"{framework}.yaml").read_text()
+    )
+    return table
+
+
+def _add(names: ForeignNames, table: dict[str, Any], *, patterns: bool) -> None:
+    """Add the names of a table that are not there yet."""
+    known = names.renamed.keys() | names.different.keys() | names.absent.keys()
+    names.sections.extend(table.get("sections", []))
+    for part in ("renamed", "different", "absent"):
+        for name, meaning in table[part].items():
+            if name not in known and (patterns or not name.endswith("*")):
+                getattr(names, part)[name] = meaning
+    for name, by_value in table["values"].items():
+        if name not in known:
+            names.values[name] = {str(value).lower(): found for value, found in by_value.items()}
+
+
+def known_ending(name: str, framework: str = "") -> str | None:
+    """Return the longest ending of a dotted name that is in a table or a setting here, or the pattern of a table, or None.
 
     A single last part of several is no setting here: `optim.n` elsewhere is not `n`.
     """
-    tables = foreign_names()
+    tables = foreign_names(framework)
     for ending in _endings(name):
         if ending in tables.renamed or ending in tables.different or ending in tables.absent:
             return ending
         if ending in known_keys() and ("." in ending or ending == name):
             return ending
-    return None
+    patterns = [each for each in tables.absent if each[-1] == "*" and name.startswith(each[:-1])]
+    return max(patterns, key=len, default=None)
 
 
-def translate_setting(name: str, value: Any) -> dict[str, Any] | None:
+def translate_setting(name: str, value: Any, framework: str = "") -> dict[str, Any] | None:
     """Return the settings here that mean `name: value` elsewhere; None if only a person can tell."""
-    ending = known_ending(name)
+    ending = known_ending(name, framework)
     if ending is None:
         return None
-    tables = foreign_names()
+    tables = foreign_names(framework)
     if ending in tables.values:
         by_value = tables.values[ending]
         settings = by_value.get(str(value).lower(), by_value.get("*"))
@@ -83,9 +109,9 @@ def translate_setting(name: str, value: Any) -> dict[str, Any] | None:
     return {ending: value}
 
 
-def explain_foreign(ending: str) -> str:
+def explain_foreign(ending: str, framework: str = "") -> str:
     """Return what stands here for a name of the tables; "" for any other."""
-    tables = foreign_names()
+    tables = foreign_names(framework)
     if ending in tables.renamed:
         return f"{tables.renamed[ending]}, which is called {ending} elsewhere"
     if ending in tables.absent:

@@ -1,0 +1,111 @@
+"""Translate settings that depend on several of LLaMA-Factory's, and what it does without being told."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from burnish.config.foreign_names import marks_of
+from burnish.errors import UsageError
+from burnish.translate.foreign_arguments import Arguments
+from burnish.translate.framework import Framework, refuse_preferences
+from burnish.translate.trainer import combine_batch, combine_share, combine_trainer, lora_settings
+
+_STAGES = ("sft", "pt")
+_LORA = (
+    "lora_rank",
+    "lora_alpha",
+    "lora_dropout",
+    "lora_target",
+    "use_rslora",
+    "additional_target",
+)
+_DEFAULTS = {
+    "finetuning_type": "lora",
+    "cutoff_len": 2048,
+    "learning_rate": 5e-5,
+    "lr_scheduler_type": "linear",
+    "num_train_epochs": 3,
+    "per_device_train_batch_size": 8,
+}
+_RANK = 8
+
+
+def _recognizes(arguments: Arguments) -> bool:
+    named = any(word.startswith("llamafactory") for word in arguments.program)
+    return named or not marks_of("llama_factory").isdisjoint(arguments.given)
+
+
+def _generates(arguments: Arguments) -> bool:
+    """Raise `UsageError` for a stage that is not supported."""
+    stage = arguments.given.get("stage", "sft")
+    if stage not in _STAGES:
+        raise refuse_preferences("LLaMA-Factory", f"stage {stage}")
+    kind = arguments.given.get("finetuning_type", "lora")
+    if kind not in ("lora", "full"):
+        raise UsageError(
+            f"LLaMA-Factory's finetuning_type {kind} has no counterpart",
+            have=kind,
+            want="lora or full",
+            do="choose one of these",
+        )
+    return False
+
+
+def _defaults(arguments: Arguments) -> Mapping[str, Any]:
+    return _DEFAULTS
+
+
+def _combine(arguments: Arguments) -> None:
+    _generates(arguments)
+    arguments.carry({}, "stage")
+    _lora(arguments)
+    _targets(arguments)
+    combine_batch(arguments, "per_device_train_batch_size")
+    combine_share(arguments, "val_size")
+    combine_trainer(arguments)
+    _with_revision(arguments)
+    arguments.remarks.append("LLaMA-Factory cuts examples over cutoff_len; Burnish leaves them out")
+
+
+def _lora(arguments: Arguments) -> None:
+    """Carry the adapter, whose alpha is twice its rank unless it is given."""
+    if arguments.look_up("finetuning_type") == "full":
+        arguments.carry({}, "finetuning_type")
+        arguments.drop("it counts only with finetuning_type: lora", *_LORA)
+        return
+    if arguments.look_up("adapter_name_or_path"):
+        arguments.carry({}, "finetuning_type")
+        return
+    arguments.imply({"lora_rank": _RANK})
+    rank = arguments.number("lora_rank")
+    settings = lora_settings(arguments, "lora_rank", 2 * rank)
+    arguments.carry(settings, "finetuning_type", "lora_rank", "lora_alpha")
+
+
+def _targets(arguments: Arguments) -> None:
+    """Carry layers' names, which stand in one text."""
+    targets = arguments.look_up("lora_target")
+    if isinstance(targets, str) and targets != "all":
+        arguments.carry(
+            {"model.lora.targets": [each.strip() for each in targets.split(",")]}, "lora_target"
+        )
+
+
+def _with_revision(arguments: Arguments) -> None:
+    model = arguments.look_up("model_name_or_path")
+    revision = arguments.look_up("model_revision")
+    if model and revision:
+        arguments.carry(
+            {"model.path": f"{model}@{revision}"}, "model_name_or_path", "model_revision"
+        )
+
+
+LLAMA_FACTORY = Framework(
+    "LLaMA-Factory",
+    table="llama_factory",
+    recognizes=_recognizes,
+    combine=_combine,
+    defaults=_defaults,
+    generates=_generates,
+)

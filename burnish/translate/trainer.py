@@ -1,0 +1,151 @@
+"""Translate what several arguments of transformers' trainer mean together. TRL, axolotl and LLaMA-Factory have them too."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from burnish.errors import count_text
+from burnish.translate.foreign_arguments import Arguments
+
+_BETAS = {"adam_beta1": 0.9, "adam_beta2": 0.999}
+"""The names of AdamW's coefficients, and their defaults."""
+_BATCH = (
+    "gradient_accumulation_steps",
+    "generation_batch_size",
+    "steps_per_generation",
+    "num_processes",
+    "nproc_per_node",
+)
+"""What the size of a step's batch follows from, beside the sequences of a device."""
+_ADAMW = ["adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused", "adamw"]
+_TRACKERS = ("tensorboard", "wandb", "mlflow", "swanlab", "trackio")
+_LONGEST_WAIT = 86400
+"""Seconds. A longer limit is meant as none, and a hang would stay unseen."""
+_QUANTIZED = ("load_in_4bit", "load_in_8bit", "quantization_bit")
+
+
+def combine_trainer(arguments: Arguments) -> None:
+    """Give a fate to what all frameworks have that build on transformers' trainer."""
+    _betas(arguments)
+    _steps(arguments)
+    combine_optimizer(arguments, "optim")
+    _reports(arguments)
+    _evaluation(arguments)
+    _quantization(arguments)
+    wait = arguments.number("ddp_timeout")
+    if wait and wait > _LONGEST_WAIT:
+        arguments.drop(
+            "a wait without end hides a hang; distributed.timeout_seconds is 600", "ddp_timeout"
+        )
+
+
+def combine_batch(arguments: Arguments, per_device: str) -> None:
+    """Carry the prompts and mini-batches of a step, from sequences per device, micro-batches and devices."""
+    completions = arguments.number("num_generations") or 1
+    of_device = arguments.number(per_device)
+    sizes = {name: arguments.number(name) for name in _BATCH}
+    if not of_device and not sizes["generation_batch_size"]:
+        return
+    accumulated = sizes["gradient_accumulation_steps"] or 1
+    devices = sizes["num_processes"] or sizes["nproc_per_node"] or 1
+    # A generation lasts for so many micro-batches. By default all of them make up one optimizer step.
+    micro_batches = sizes["steps_per_generation"] or accumulated
+    sequences = sizes["generation_batch_size"]
+    if sequences and of_device:
+        micro_batches = sequences // (of_device * devices)
+    if not sequences:
+        sequences = of_device * devices * micro_batches
+    prompts = max(1, sequences // completions)
+    settings = {"batch.prompts": prompts}
+    if micro_batches != accumulated:
+        settings["batch.minibatches"] = max(1, micro_batches // accumulated)
+    arguments.carry(settings, per_device, *_BATCH)
+    if not sizes["generation_batch_size"]:
+        arguments.remarks.append(
+            f"the batch is that of {count_text(devices, 'device')}; there it is for each device, here for all"
+        )
+    if prompts * completions != sequences:
+        arguments.remarks.append(
+            f"{count_text(prompts, 'prompt')} with {completions} completions are {prompts * completions}, not {sequences}"
+        )
+
+
+def combine_share(arguments: Arguments, name: str) -> None:
+    """Carry a share of the rows that is held out: 0.1, or 0 for none. A number of rows is left to the person."""
+    size = arguments.number(name)
+    if size == 0:
+        arguments.carry({}, name)
+    elif size and size < 1:
+        arguments.carry({"data.validation": [share_text(size)]}, name)
+
+
+def share_text(share: float) -> str:
+    """Return 10% for 0.1."""
+    return f"{100 * share:g}%"
+
+
+def _betas(arguments: Arguments) -> None:
+    given = {name: arguments.number(name) for name in _BETAS}
+    if any(beta is not None for beta in given.values()):
+        betas = [_BETAS[name] if beta is None else beta for name, beta in given.items()]
+        arguments.carry({"optim.betas": betas}, *given)
+
+
+def _steps(arguments: Arguments) -> None:
+    """Carry the number of steps, and a warm-up that is a share of them."""
+    if arguments.number("max_steps") == -1:
+        arguments.carry({}, "max_steps")
+    for name in ("warmup_ratio", "warmup_steps"):
+        warmup = arguments.number(name)
+        if warmup == 0:
+            arguments.carry({}, name)
+        elif warmup and warmup < 1:
+            arguments.carry({"optim.warmup_steps": share_text(warmup)}, name)
+
+
+def combine_optimizer(arguments: Arguments, name: str) -> None:
+    """Carry AdamW by any of its names; others are left to the person."""
+    value = arguments.look_up(name)
+    if value in _ADAMW:
+        arguments.carry({"optim.kind": "adamw"}, name)
+    elif value is not None:
+        arguments.leave(
+            "optim.kind: adamw or muon; moments in 8 bits are not supported, optim.moments: bf16 halves their memory",
+            name,
+        )
+
+
+def _reports(arguments: Arguments) -> None:
+    value = arguments.look_up("report_to")
+    named = [str(each) for each in (value if isinstance(value, list) else [value])]
+    if value is not None and all(each in (*_TRACKERS, "none", "console") for each in named):
+        trackers = [each for each in named if each in _TRACKERS]
+        arguments.carry({"tracking.trackers": trackers} if trackers else {}, "report_to")
+
+
+def _evaluation(arguments: Arguments) -> None:
+    """Carry nothing for the interval of evaluations that there are not."""
+    for name in ("eval_strategy", "evaluation_strategy"):
+        if str(arguments.look_up(name)).lower() in ("no", "false"):
+            arguments.carry({}, name, "eval_steps")
+
+
+def _quantization(arguments: Arguments) -> None:
+    for name in _QUANTIZED:
+        value = arguments.look_up(name)
+        if value is False:
+            arguments.carry({}, name)
+        elif value:
+            arguments.drop("the model is trained as it is, not quantized", name)
+            arguments.remarks.append(
+                f"{name}: quantized models are not trained, so the base model takes its memory in bf16"
+            )
+
+
+def lora_settings(arguments: Arguments, rank: str, alpha: float) -> dict[str, Any]:
+    """Return the rank and scale of an adapter; `alpha` is the scale if none is given."""
+    given = arguments.number("lora_alpha")
+    return {
+        "model.lora.rank": arguments.number(rank),
+        "model.lora.alpha": alpha if given is None else given,
+    }
