@@ -92,6 +92,7 @@ OPTIONS = (
     "burnish.rollout.sglang",
     "burnish.rollout.vllm",
     "burnish.runs.dry_run",
+    "burnish.runs.hub_push",
     "burnish.runs.out_of_memory",
     "burnish.runs.pending_batches",
     "burnish.runs.remote_inputs",

@@ -85,6 +85,7 @@ _OF_ALL: Sequence[_Constraint] = (
     ("data.chat_template_name", "model.chat_template=null", "a file has one template"),
     ("checkpoint.keep_best.metric", "checkpoint.keep_best.mode", ""),
     ("checkpoint.keep_best.mode", "checkpoint.keep_best.metric", ""),
+    ("checkpoint.hub_strategy", "checkpoint.push_to_hub", ""),
 )
 _OF_ACTIVATIONS: Sequence[_Constraint] = (
     ("engine.activation_offload", _NOT_SELECTIVE, "selective keeps tensors on the device"),

@@ -102,6 +102,7 @@ _KINDS = {
 }
 _PLURALS = {"integer": "whole numbers", "number": "numbers", "string": "texts"}
 _PATTERNS = {
+    r"^[\w.-]+/": "OWNER/NAME",
     "^.+:": "file.py:name or module:name",
     "^([A-Za-z]": "an entry point's name, file.py:Class or module:Class",
     "^https?:": "a URL, http:// or https://",

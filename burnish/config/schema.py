@@ -685,6 +685,10 @@ class CheckpointConfig(Section):
     """Resume a step without optimizer state, with a fresh optimizer. false: refuse such a step."""
     reserve_gb: float = Field(0.1, ge=0)
     """Disk space, in GB, that must stay free after a save."""
+    push_to_hub: str | None = Field(None, pattern=r"^[\w.-]+/[\w.-]+$")
+    """OWNER/NAME: a repository of the Hugging Face Hub that gets the run's model or adapter. A new repository is private. The token is checked before training. If the hub fails, training goes on, and the same command sends the rest."""
+    hub_strategy: Literal["end", "every_save"] = "end"
+    """With `push_to_hub`. end: send the last step. every_save: send each saved step, while training continues; of several that wait, the newest."""
     mirror: str | None = None
     """A URL: hdfs://, s3://, gs://, file://, or file.py:Class:// with a class of your own. The run's directory is copied to URL/NAME after every save, while training continues. Resuming looks there as well. A step is deleted from the disk only after it has been copied."""
     mirror_keep_last: int = Field(0, ge=0)

@@ -160,19 +160,27 @@ def _answer(place: HubPlace, call: Callable[[], T], *, shown: bool = False) -> T
         raise _explanation(place, error) from error
 
 
-def push(folder: Path, repo: str, message: str, *, private: bool, branch: str | None = None) -> str:
+def push(
+    folder: Path,
+    repo: str,
+    message: str,
+    *,
+    private: bool,
+    branch: str | None = None,
+    shown: bool = True,
+) -> str:
     """Upload a directory to a model's repository or branch, created if needed; return the commit's URL.
 
     Raises `UsageError` for an invalid id, and without permission to write.
     """
-    from huggingface_hub import HfApi, constants, errors
+    from huggingface_hub import HfApi, errors
 
     match = ID.fullmatch(repo)
     if match is None or "/" not in repo or match["revision"] or match["part"]:
         raise UsageError(f"{repo!r} names no repository", want="OWNER/NAME", do="correct the name")
     api = HfApi()
     try:
-        with _quiet(bars=sys.stderr.isatty()):
+        with _quiet(bars=shown and sys.stderr.isatty()):
             api.create_repo(repo, private=private, exist_ok=True)
             if branch is not None:
                 api.create_branch(repo, branch=branch, exist_ok=True)
@@ -180,21 +188,50 @@ def push(folder: Path, repo: str, message: str, *, private: bool, branch: str | 
                 repo_id=repo, folder_path=folder, commit_message=message, revision=branch
             )
     except errors.OfflineModeIsEnabled as error:
-        raise UsageError(
-            f"nothing can be sent to {repo}", have="HF_HUB_OFFLINE", do="unset HF_HUB_OFFLINE"
-        ) from error
+        raise _offline(repo) from error
     except (OSError, _transport()) as error:
         if _status(error) in (401, 403):
-            raise UsageError(
-                f"writing to {repo} is not allowed",
-                have=f"{_status(error)} from {constants.ENDPOINT}",
-                want=f"a token that may write to repositories of {repo.partition('/')[0]}",
-                do="run hf auth login, or set HF_TOKEN",
-            ) from error
+            raise _forbidden(repo, error) from error
         raise BurnishError(
             f"{folder} could not be sent to {repo}", have=reason(error), do="start again"
         ) from error
     return str(sent.commit_url)
+
+
+def require_writable(repo: str) -> None:
+    """Raise `UsageError` if the token may not write to a repository, or a new one. Warn if the hub does not answer."""
+    from huggingface_hub import HfApi, constants, errors
+
+    if constants.HF_HUB_OFFLINE:
+        raise _offline(repo)
+    api = HfApi()
+    try:
+        with _quiet(bars=False):
+            try:
+                api.auth_check(repo, write=True)
+            except errors.RepositoryNotFoundError:  # it will be made
+                api.whoami()
+    except (OSError, _transport()) as error:
+        if _status(error) in (401, 403):
+            raise _forbidden(repo, error) from error
+        log.warning("whether %s may be written to is not known: %s", repo, reason(error))
+
+
+def _offline(repo: str) -> UsageError:
+    problem = f"nothing can be sent to {repo}"
+    return UsageError(problem, have="HF_HUB_OFFLINE", do="unset HF_HUB_OFFLINE")
+
+
+def _forbidden(repo: str, error: BaseException) -> UsageError:
+    from huggingface_hub import constants
+
+    status = _status(error)
+    return UsageError(
+        f"writing to {repo} is not allowed",
+        have=f"{status} from {constants.ENDPOINT}" if status else reason(error),
+        want=f"a token that may write to repositories of {repo.partition('/')[0]}",
+        do="run hf auth login, or set HF_TOKEN",
+    )
 
 
 def _check_hash(path: Path, place: HubPlace) -> None:

@@ -70,6 +70,8 @@ def require_inputs(config: RunConfig, method: Method, run_dir: Path | None = Non
             problems += _package(engine, f"rollout.engine: {engine}", _ENGINES[engine], do)
     if method.trains:
         problems += _trackers(config.tracking.trackers)
+        if config.checkpoint.push_to_hub and place_of(os.environ).layout.is_main:
+            problems += _caught(_hub(config.checkpoint.push_to_hub))
     if problems:
         raise together(problems, "the inputs of this run")
 
@@ -260,6 +262,14 @@ def _trackers(names: Sequence[str]) -> Iterator[BurnishError]:
     for name in _SERVICES.intersection(names):
         do = f"{install(name)}, or take {name} out of tracking.trackers"
         yield from _package(name, f"tracking.trackers {name}", f"{name}'s own client", do)
+
+
+def _hub(repo: str) -> Iterator[BurnishError]:
+    from burnish.files.hub_files import require_writable
+
+    with of_setting("checkpoint.push_to_hub"):
+        require_writable(repo)
+    yield from ()
 
 
 def _package(name: str, setting: str, want: str, do: str) -> Iterator[BurnishError]:

@@ -330,6 +330,7 @@ class Run:
                 have=left,
                 do=f"keep {session.directory.root}; the same command again copies the rest",
             )
+        self._observers.settle_hub(self.state.step)
 
     def _stopped(self, request: StopRequested) -> StoppedError:
         self._save()

@@ -6,9 +6,11 @@ import logging
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from types import MappingProxyType
+from typing import TYPE_CHECKING
 
 from burnish.checkpoint.steps import step_name
 from burnish.distributed.collectives import agree
+from burnish.errors import BurnishError
 from burnish.files.durable import naming_failures
 from burnish.records.rollout_table import RolloutTable
 from burnish.records.samples import Floats
@@ -17,6 +19,9 @@ from burnish.runs.session import Session
 from burnish.tracking.observers import Observers, wanted_rollouts
 from burnish.tracking.rundir import CHECKPOINTS
 from burnish.tracking.trackers import State, logged_values
+
+if TYPE_CHECKING:
+    from burnish.runs.hub_push import HubPusher
 
 log = logging.getLogger("burnish")
 
@@ -29,6 +34,7 @@ class RunObservers:
         self._session = session
         self._total_steps = total_steps
         self._main: Observers | None = None
+        self._hub: HubPusher | None = None
 
     def open(
         self, step: int, *, is_logged: bool, decode: Callable[[list[int]], str]
@@ -48,6 +54,13 @@ class RunObservers:
                     is_logged=is_logged,
                     decode=decode,
                 )
+                if session.config.checkpoint.push_to_hub:
+                    from burnish.runs.hub_push import HubPusher
+
+                    repo = session.config.checkpoint.push_to_hub
+                    self._hub = HubPusher(session.directory.root, repo)
+                    if step:
+                        self._push(step)
         return logged
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
@@ -85,6 +98,36 @@ class RunObservers:
             root = self._session.directory.root
             place = str(root.absolute()) if mirror is None else mirror.url.rstrip("/")
             self._main.checkpoint_committed(f"{place}/{CHECKPOINTS}/{step_name(step)}")
+            self._push(step)
+
+    def _push(self, step: int, *, is_last: bool = False) -> None:
+        """Send a step's model to the hub if configured."""
+        path = self._session.directory.checkpoints / step_name(step)
+        is_wanted = is_last or self._session.config.checkpoint.hub_strategy == "every_save"
+        if self._hub is None or not is_wanted:
+            return
+        if path.is_dir():
+            self._hub.begin(path)
+        else:
+            log.warning("%s is not on this machine, so it is not sent to the hub", path)
+
+    def settle_hub(self, step: int) -> None:
+        """Wait until the last step's model is on the hub, or a signal comes. Raise `BurnishError` if it is not. Collective."""
+        session = self._session
+        if session.config.checkpoint.push_to_hub is None:
+            return
+        self._push(step, is_last=True)
+        with session.progress.phase("hub", lines=False):
+            # Only rank 0 has a model to wait for. The others wait for its flag.
+            while not session.stopper.check_all(self._hub is not None and self._hub.wait(1.0)):
+                session.spans.move()
+        with agree(session.layout):
+            if self._hub is not None and self._hub.problem is not None:
+                raise BurnishError(
+                    f"the run is done, but {session.config.checkpoint.push_to_hub} lacks its model",
+                    have=self._hub.problem.problem,
+                    do="start the same command again, which sends it",
+                )
 
     def sync(self) -> None:
         """Make all records survive a power loss. Collective."""

@@ -4,7 +4,7 @@
 runs/NAME/
   config.yaml  environment.json  status.json  metrics.jsonl  tensorboard/
   rollouts/{step,validation}-00000010[.rest].jsonl.gz  checkpoints/  report.html
-  kept/tensors.safetensors  profiles/step-00000010.rank-0.json.gz  traces/{step,validation}-00000010.jsonl.gz  git.diff  logs/rank-0.log
+  hub.json  kept/tensors.safetensors  profiles/step-00000010.rank-0.json.gz  traces/{step,validation}-00000010.jsonl.gz  git.diff  logs/rank-0.log
   evaluations/1/{config.yaml,metrics.jsonl,rollouts/,...}
 ```
 """

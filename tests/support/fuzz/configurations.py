@@ -85,7 +85,13 @@ def _one(annotation: Any, metadata: list[Any]) -> st.SearchStrategy[Any]:
         )
     patterns = [each.pattern for each in metadata if getattr(each, "pattern", None)]
     if patterns:
-        texts = ["my.py:function", "package.module:function", "env", "http://collector:4318"]
+        texts = [
+            "my.py:function",
+            "package.module:function",
+            "env",
+            "http://collector:4318",
+            "me/sums",
+        ]
         texts += ["10%", "1/4 epoch"]
         return st.sampled_from([t for t in texts if all(re.search(p, t) for p in patterns)])
     if annotation is str:

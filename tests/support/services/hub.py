@@ -42,6 +42,8 @@ class HubServer(ThreadingHTTPServer):
         """A repository whose files are refused."""
         self.private = ""
         """A repository that only `TOKEN` sees."""
+        self.read_only = ""
+        """A repository that nobody may write to."""
         self.visible: dict[str, str] = {}
         """Of repositories that were made here: private or public."""
         self.messages: list[str] = []
@@ -96,6 +98,8 @@ class _Handler(BaseHTTPRequestHandler):
             root = f"/api/{new}" if api else f"/{new.removeprefix('models/')}"
             return self._answer(307, b"", {"Location": "/".join([root, *parts[2:]])})
         key, rest = "/".join(parts[:3]), parts[3:]
+        if path == "api/whoami-v2" or rest[:1] == ["auth-check"]:
+            return self._permission(key if rest else "")
         known = self.headers.get("Authorization") == f"Bearer {TOKEN}"
         if key not in self.server.repositories or (key == self.server.private and not known):
             return self._refuse(401, "RepoNotFound")
@@ -111,6 +115,16 @@ class _Handler(BaseHTTPRequestHandler):
         if rest and rest[0] == "tree":
             return self._json([_entry(name, data) for name, data in sorted(files.items())])
         return self._json({"id": key.partition("/")[2], "sha": commit, "siblings": [], "tags": []})
+
+    def _permission(self, key: str) -> None:
+        """Whether the token may write to a repository, or is one at all."""
+        if self.headers.get("Authorization") != f"Bearer {TOKEN}":
+            return self._refuse(401, "")
+        if key and key not in self.server.repositories:
+            return self._refuse(404, "RepoNotFound")
+        if key and key == self.server.read_only:
+            return self._answer(403)
+        return self._json({"name": "me", "orgs": []})
 
     do_HEAD = do_GET
 
