@@ -323,7 +323,10 @@ class Run:
             if session.mirror is not None and not Path(root, name).is_dir():
                 root = session.mirror.root
             what = "adapter" if self._learners[MAIN].foundation.adapter else "model"
-            log.info("done: the %s is %s", what, root / name / "model")
+            of_fp32 = ", in bf16; val/ numbers are of the fp32 weights"
+            kinds = self._config.engine.precision, self._config.checkpoint.model_dtype
+            remark = of_fp32 if self._validate and kinds == ("fp32", "bf16") else ""
+            log.info("done: the %s is %s%s", what, root / name / "model", remark)
         if left is not None and session.mirror is not None:
             raise BurnishError(
                 f"the run is done, but {session.mirror.url} lacks a part of it",

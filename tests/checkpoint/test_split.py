@@ -11,6 +11,7 @@ from hypothesis.extra import numpy as hnp
 from burnish.boxes import tensor_reader
 from burnish.checkpoint import write_plan as split
 from burnish.checkpoint.write_plan import add_residual
+from burnish.engines.optim.optimizer import break_ties
 
 
 def rounded(x):
@@ -63,6 +64,19 @@ def test_the_model_is_torchs_bf16_except_for_ties():
     weights = torch.randn(200_000, generator=torch.Generator().manual_seed(0))
     is_tie = (weights.view(torch.int32) & 0xFFFF) == 0x8000
     assert torch.equal(rounded(weights)[~is_tie], weights.bfloat16()[~is_tie])
+
+
+def test_without_ties_the_model_is_torchs_bf16():
+    upper = torch.arange(1 << 16, dtype=torch.int64)
+    upper = upper[(upper & 0x7F80) != 0x7F80] << 16  # neither infinities nor NaN
+    for lower in (0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF):
+        bits = (upper | lower).to(torch.int32)
+        weights = bits.clone().view(torch.float32).view(2, -1)
+        break_ties([weights])
+        assert torch.equal(rounded(weights), weights.bfloat16())
+        assert torch.equal(weights.bfloat16(), bits.view(torch.float32).view(2, -1).bfloat16())
+        is_moved = (lower == 0x8000) & (upper >> 16 & 1 == 0)
+        assert torch.equal(bits - weights.view(-1).view(torch.int32), is_moved.to(torch.int32))
 
 
 def test_strided_weights():

@@ -37,7 +37,7 @@ from burnish.engines.base import compute_dtype
 from burnish.engines.megatron.mesh import MegatronMesh
 from burnish.engines.megatron.model import PackedGPT
 from burnish.engines.offload import step_in_waves
-from burnish.engines.optim.optimizer import SLOTS, moments_dtype
+from burnish.engines.optim.optimizer import SLOTS, break_ties, moments_dtype
 from burnish.engines.optim.slots import zero_slot
 from burnish.families import ModelSizes
 from burnish.models.megatron_names import MegatronSlot, regions_of, stacked
@@ -108,6 +108,9 @@ class MegatronOptimizer:
                 for part in self.parts:
                     step_offloaded(part.optimizer, self.steps)
             self._chained.step_with_ready_grads()  # also copies the weights to the model
+            if compute_dtype(self._config) is torch.bfloat16:
+                for part in self.parts:
+                    break_ties(part.get_parameters())
             self.steps += 1
         self.zero_grad()
 

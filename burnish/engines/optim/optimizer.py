@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,12 @@ from burnish.models.names import Region, is_matrix, model_shards
 
 SLOTS = ("exp_avg", "exp_avg_sq")
 """AdamW's state of a weight, by torch's names."""
+_TIE = 0x8000
+# The lower half of an fp32 number and the last bit of the upper one.
+_LAST_17_BITS = 0x1FFFF
+# Elements that stay in a processor's cache, and those of one launch on an accelerator.
+_CPU_CHUNK = 1 << 17
+_CHUNK = 1 << 24
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -28,6 +34,20 @@ def local(tensor: Tensor) -> Tensor:
 def moments_dtype(config: OptimConfig) -> torch.dtype:
     """Return the dtype of AdamW's slots between steps; in a step they are fp32."""
     return torch.bfloat16 if config.moments == "bf16" else torch.float32
+
+
+def break_ties(weights: Iterable[Tensor]) -> None:
+    """Move fp32 weights halfway between an even bf16 number and the next one down by one bit, in place.
+
+    Ties to even round them down, as in a training step. A checkpoint rounds ties up, because its residual holds 16 bits. Without
+    ties the model that is written has the bits of the one that was computed with.
+    """
+    for weight in weights:
+        flat = weight.detach().view(-1).view(torch.int32)
+        for bits in torch.split(flat, _CPU_CHUNK if flat.is_cpu else _CHUNK):
+            # 0 for a tie, else 1; min and a sum are several times as fast as a comparison and a mask.
+            is_other = bits.bitwise_and(_LAST_17_BITS).bitwise_xor_(_TIE).clamp_(max=1)
+            bits.add_(is_other).sub_(1)
 
 
 class ShardedOptimizer:
@@ -104,6 +124,10 @@ class ShardedOptimizer:
     def gradients(self) -> dict[str, Tensor]:
         """Return this rank's gradients that exist, by weight name."""
         return {n: local(p.grad) for n, p in self._parameters.items() if p.grad is not None}
+
+    def weights(self) -> Iterator[Tensor]:
+        """Yield this rank's parts of the trained weights."""
+        yield from (local(p.data) for p in self._parameters.values())
 
     def step(self, lr: float) -> None:
         """Update once; AdamW does not change a weight without a gradient. Collective for Muon."""

@@ -22,7 +22,7 @@ from burnish.config.schema import EngineConfig, LoraConfig, OptimConfig
 from burnish.distributed.layout import Layout, require_divisible
 from burnish.distributed.processes import Mesh
 from burnish.engines.base import Engine, LossFn, Part, compute_dtype
-from burnish.engines.optim.optimizer import ShardedOptimizer, local
+from burnish.engines.optim.optimizer import ShardedOptimizer, break_ties, local
 from burnish.engines.sharded_engine import ShardedEngine, trained
 from burnish.engines.torch.parallelize import global_norm, parallelize, sum_over
 from burnish.models.meta_init import build_on_meta, materialize, model_sizes
@@ -172,6 +172,8 @@ class TorchEngine(ShardedEngine):
             if scale < 1.0:
                 torch._foreach_mul_(list(gradients.values()), scale)
             optimizer.step(lr)
+            if compute_dtype(self._config) is torch.bfloat16:
+                break_ties(optimizer.weights())
         optimizer.zero_grad()
         return self._stepped(norm, lr)
 

@@ -23,6 +23,7 @@ from burnish.algorithms.evaluation import evaluation_stats
 from burnish.checkpoint.load import CheckpointSource
 from burnish.checkpoint.manifest import ADAPTER_STATE
 from burnish.checkpoint.steps import CommittedStep
+from burnish.checkpoint.write_plan import MODEL, RESIDUAL, set_of
 from burnish.config.document import dump_yaml
 from burnish.config.schema import EvaluationConfig, RunConfig
 from burnish.data.batching import make_batch
@@ -237,8 +238,18 @@ def _with_weights(
     same_on_all_ranks(str(step.path), "the step to evaluate", layout)
     require_same_adapter(step.state.get(ADAPTER_STATE), foundation.adapter, step.path)
     if layout.is_main:
-        log.info("evaluating %s", step.path)
+        log.info("evaluating %s", _weights_of(step, foundation.config.engine.precision))
     return replace(foundation, source=CheckpointSource(step, layout))
+
+
+def _weights_of(step: CommittedStep, precision: str) -> str:
+    """Say which weights of a step are measured, where it holds two kinds."""
+    if precision != "fp32" or RESIDUAL not in map(set_of, step.manifest.files):
+        return f"{step.path}"
+    return (
+        f"{step.path} with its fp32 weights, as in training; its model/ has them in bf16, which may measure "
+        f"otherwise: burnish eval {step.path}/{MODEL}"
+    )
 
 
 def _write_evaluation(
