@@ -27,7 +27,6 @@ from urllib.parse import quote, unquote, urlencode
 from urllib.request import urlopen
 
 from burnish.tracking.report import write_report
-from burnish.tracking.rundir import STATE, RunDirectory
 from scripts.chromium import Tab, chromium
 
 ROOT = Path(__file__).parents[1]
@@ -112,8 +111,7 @@ def make_pictures(options: Namespace) -> None:
             url = address + place
             if name == "report":
                 run = options.runs / unquote(place.split("/")[2])
-                state = RunDirectory(run).read_status().get(STATE)
-                url = write_report(run, state).as_uri()
+                url = write_report(run).as_uri()
             for dark in (False, True)[: 1 + options.dark]:
                 tab.dark(dark)
                 path = options.out / f"view-{name}{'-dark' * dark}.webp"

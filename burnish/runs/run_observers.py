@@ -9,6 +9,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from burnish.checkpoint.steps import step_name
+from burnish.config.document import dotted
 from burnish.distributed.collectives import agree
 from burnish.errors import BurnishError
 from burnish.files.durable import naming_failures
@@ -53,6 +54,7 @@ class RunObservers:
                     total_steps=self._total_steps,
                     is_logged=is_logged,
                     decode=decode,
+                    given=dict(dotted(session.config.model_dump(mode="json"))),
                 )
                 if session.config.checkpoint.push_to_hub:
                     from burnish.runs.hub_push import HubPusher

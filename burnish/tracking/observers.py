@@ -9,9 +9,12 @@ import time
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from burnish.config.schema import TrackingConfig
+from burnish.tracking.attention import find_attention, is_due, sentence
+from burnish.tracking.curves import Curves
 from burnish.tracking.rundir import RunDirectory, discard_leftovers
 from burnish.tracking.trackers import (
     END_SECONDS,
@@ -74,8 +77,9 @@ class Observers:
         total_steps: int,
         is_logged: bool,
         decode: Callable[[list[int]], str] | None = None,
+        given: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
-        """Open them for a run that goes on after `step` (0: new); remove later steps' data."""
+        """Open them for a run that goes on after `step` (0: new); remove later steps' data. `given`: all settings, by dotted names."""
         self._directory = directory
         self._settings = settings
         self._total_steps = total_steps
@@ -107,6 +111,10 @@ class Observers:
             self._traces = Traces(directory, settings.traces, keep, step)
             self._others += filter(None, [self._traces.exporter])
         self._trackers += self._others
+        self._given = {**given, "steps": total_steps}
+        self._curves = Curves(directory.metrics)
+        self._met = set[str]()
+        """Rules of what needs attention that the console has had."""
         self._state: State = "running"
         self._is_settled = False
         self._next_report = time.monotonic() + _REPORT_SECONDS
@@ -169,6 +177,11 @@ class Observers:
             self._is_settled = True
             gc.collect()
             gc.freeze()
+        if is_due(step):
+            for found in find_attention(self._curves.refresh().by_name, self._given):
+                if found.key not in self._met:
+                    self._met.add(found.key)
+                    log.warning("needs attention at step %d: %s", step, sentence(found))
         if time.monotonic() >= self._next_report:
             self.report("running")
 
@@ -182,6 +195,10 @@ class Observers:
         self._state = state
         if state != "running":
             self._directory.write_status(self._total_steps, state, reason)
+            last = find_attention(self._curves.refresh().by_name, self._given)
+            if last:
+                lines = "".join(f"\n  {sentence(found)}" for found in last)
+                log.warning("what needs attention:%s", lines)
         if self._settings.report:
             begun = time.monotonic()
             from burnish.tracking.report import write_report

@@ -9,6 +9,7 @@ import re
 from base64 import b64encode
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from functools import cache
 from hashlib import sha256
 from itertools import accumulate
@@ -16,8 +17,11 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from burnish.config.document import dotted, recorded
+from burnish.errors import BurnishError
 from burnish.files.storage import open_regular
 from burnish.redaction import redacted
+from burnish.tracking.attention import find_attention
 from burnish.tracking.curves import Curve, Curves
 from burnish.tracking.rollouts import Row, rank, read_rollouts, rollout_files
 from burnish.tracking.rundir import (
@@ -73,6 +77,7 @@ def write_report(run_dir: Path) -> Path:
             }
         },
         "rollouts": choose_examples(run.rollouts) or {"rows": []},
+        "attention": {"items": _attention(run, curves, status.get(STEPS))},
         "config": {"text": {name: config}, "settings": [], "different": []},
         "environment": {"environment": environment},
     }
@@ -80,6 +85,15 @@ def write_report(run_dir: Path) -> Path:
     text = json.dumps(answers, ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c")
     write_atomically(run.report, _page().replace(_ANSWERS, text))
     return run.report
+
+
+def _attention(run: RunDirectory, curves: Curves, steps: Any) -> list[dict[str, Any]]:
+    settings: dict[str, Any] = {}
+    with suppress(BurnishError):
+        settings = dict(dotted(recorded(run.config).model_dump(mode="json")))
+    total = steps if isinstance(steps, int) else None
+    found = find_attention(curves.by_name, settings | {"steps": total})
+    return [each._asdict() for each in found]
 
 
 def model_of(run: RunDirectory) -> str | None:

@@ -24,9 +24,10 @@ from burnish.files.remote import Remote
 from burnish.files.storage import LOCAL, open_regular
 from burnish.files.urls import Url
 from burnish.redaction import redacted
+from burnish.tracking.attention import find_attention
 from burnish.tracking.curves import Curve, Curves
 from burnish.tracking.rollouts import Kind, rollouts_path
-from burnish.tracking.rundir import RunDirectory
+from burnish.tracking.rundir import STEPS, RunDirectory
 from burnish.tracking.traces import spans_of
 from burnish.tracking.trackers import json_number
 from burnish.view.index import LAST_STEP, Integer, RolloutFilter, RolloutIndex
@@ -54,7 +55,7 @@ _TAIL_BYTES = 1 << 19
 _CURVES_KEPT = 64
 _FACTS = (
     "kind", "of", "model", "reward", "loss", "validation", "validation_name", "error",
-    "reason", "started", "ended", "best", "score",
+    "reason", "started", "ended", "best", "score", "attention",
 )  # fmt: skip
 """What a row of the list has besides, where it is known."""
 _LISTED = ("step", "prompt_index", "sample", "reward", "length", "stop_reason", "source")
@@ -111,6 +112,8 @@ class Answers:
         self._tails = lru_cache(None)(partial(Curves, last_bytes=_TAIL_BYTES))
         self._indices: dict[Path, RolloutIndex] = {}
         self._walked: tuple[float, list[Path]] = (-math.inf, [])
+        # Of each run, the last step and how much needs attention there.
+        self._attention: dict[Path, tuple[int, int]] = {}
 
     def close(self) -> None:
         """Stop the indices."""
@@ -154,8 +157,34 @@ class Answers:
             "validation": validation and last[validation],
             "validation_name": validation,
             "best": best_validation(curves) if curves.is_whole else None,
+            "attention": self._attention_count(path, curves, facts["of"]),
             "score": score and {"name": score[0], "value": json_number(score[1])},
         }
+
+    def _attention_count(self, path: Path, curves: Curves, steps: Any) -> int:
+        """Return how much needs attention, without the settings of the run, which take long to read."""
+        known = self._attention.get(path)
+        if not curves.is_whole:
+            return 0
+        if known is None or known[0] != curves.last_step:
+            total = {"steps": steps if isinstance(steps, int) else None}
+            known = curves.last_step, len(find_attention(dict(curves.by_name), total))
+            self._attention[path] = known
+        return known[1]
+
+    def attention(self, query: Query) -> Answer:
+        """Return what needs attention in a run, with the settings that help."""
+        run = self._one(query)
+        curves = self._read(run)
+        self._within(run.config)
+        settings: Answer = {}
+        with suppress(BurnishError, OSError):
+            settings = settings_of(run.root)
+        with suppress(BurnishError, OSError):
+            steps = run.read_status().get(STEPS) or settings.get("steps")
+            settings["steps"] = steps if isinstance(steps, int) else None
+        items = find_attention(dict(curves.by_name), settings)
+        return {"items": [each._asdict() for each in items]}
 
     def metrics(self, query: Query) -> Answer:
         """Return each run's curves, or without names the names of all."""

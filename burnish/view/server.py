@@ -25,7 +25,16 @@ from burnish.view.answers import Answer, Answers, Query
 
 PAGE = Path(__file__).parent / "page"
 # Methods of `Answers` that have a path below /api/.
-_OF_RUNS = ("runs", "metrics", "timeline", "checkpoints", "log", "config", "environment")
+_OF_RUNS = (
+    "runs",
+    "metrics",
+    "attention",
+    "timeline",
+    "checkpoints",
+    "log",
+    "config",
+    "environment",
+)
 _OF_ROLLOUTS = ("rollouts", "rollout", "facets")
 _LIVE_SECONDS = 1.0
 _OWN_NAME = re.compile(r"(?:localhost|127\.0\.0\.1|\[::1\])(?::\d+)?")
