@@ -137,7 +137,7 @@ _COMMANDS = {
     ),
     "config show": (
         "settings:show",
-        "CONFIG|RUN_DIR key=value",
+        "CONFIG|RUN_DIR key=value --json",
         "Print every setting and where its value comes from.",
     ),
     "config explain": ("settings:explain", "KEY", "Explain a setting and list its values."),
@@ -436,7 +436,9 @@ def parse(argv: Sequence[str]) -> Namespace:
         raise together(unknown, "the command line")
     if arguments.command is None:
         raise UsageError("no command is given", have=shlex.join(argv), do="see burnish --help")
-    if rest and not hasattr(arguments, "overrides"):
+    if hasattr(arguments, "runs"):  # an option may stand between names
+        arguments.runs += rest
+    elif rest and not hasattr(arguments, "overrides"):
         raise UsageError(f"unexpected {rest[0]}", have=shlex.join(argv), do="leave it out")
     if hasattr(arguments, "overrides"):
         typed = [*([arguments.config] if arguments.config else []), *arguments.overrides, *rest]

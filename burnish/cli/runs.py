@@ -3,21 +3,35 @@
 from __future__ import annotations
 
 import json
-import time
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from burnish.checkpoint.steps import step_name
 from burnish.cli.output import print_text
 from burnish.errors import BurnishError, MissingError, UsageError, table
+from burnish.runs.ending import first_line
+from burnish.runs.run_directory import committed_steps
 from burnish.tracking.console import duration
 from burnish.tracking.curves import Curves
 from burnish.tracking.rundir import RunDirectory
-from burnish.view.runs import describe, find_runs, settings_of, side_by_side
+from burnish.view.runs import (
+    BEST,
+    best_validation,
+    describe,
+    find_runs,
+    last_of,
+    main_score,
+    parent_of,
+    settings_of,
+    side_by_side,
+)
 
-_BEST = {"val/reward": max, "val/loss": min}
-_SHOWN = ("reward/mean", "train/loss", *_BEST)
+_SHOWN = ("reward/mean", "train/loss", *BEST)
+_LONGEST_REASON = 100
 _WIDTH = 32
 _BARS = "▁▂▃▄▅▆▇█"
 
@@ -40,9 +54,11 @@ def runs(args: Namespace) -> None:
     if args.json:
         print_text(json.dumps(tables))
         return
-    for rows in filter(None, tables.values()):
-        heads = [n for n in max(rows, key=len) if any(r.get(n) is not None for r in rows)]
-        for line in table([heads, *([_cell(row.get(name)) for name in heads] for row in rows)]):
+    for name, rows in tables.items():
+        shown = [*map(_summary, rows)] if name == "runs" else rows
+        heads = dict.fromkeys(n for row in shown for n in row if row[n] is not None)
+        body = ([_cell(row.get(name)) for name in heads] for row in shown)
+        for line in table([[*heads], *body]) if shown else ():
             print_text(line)
 
 
@@ -58,28 +74,83 @@ def _listed(root: Path) -> Rows:
             want="a directory of runs",
             do="give the directory that has them",
         )
-    return [_described(RunDirectory(path)) for path in directories]
+    known = {*directories}
+    parents = {path: parent_of(path, known) for path in directories}
+    # Evaluations stand below their run.
+    ordered = [
+        each
+        for path in directories
+        if parents[path] is None
+        for each in (path, *(other for other in directories if parents[other] == path))
+    ]
+    return [_described(RunDirectory(path), parents[path]) for path in ordered]
 
 
-def _described(run: RunDirectory) -> dict[str, Any]:
+def _described(run: RunDirectory, parent: Path | None) -> dict[str, Any]:
+    row: dict[str, Any] = {"run": str(run.root), "directory": str(run.root.absolute())}
+    row["parent"] = None if parent is None else str(parent)
     try:
         curves = Curves(run.metrics).refresh()
-        return _row(run, curves, describe(run, curves))
+        return row | _facts(run, curves, describe(run, curves))
     except BurnishError as error:
-        return {"run": str(run.root), "state": error.problem}
+        problem = error.parts()
     except OSError as error:
-        state = f"{error.filename} cannot be read: {error.strerror}"
-        return {"run": str(run.root), "state": state}
+        problem = {"problem": f"{error.filename} cannot be read: {error.strerror}"}
     except Exception as error:  # noqa: BLE001 - one run does not hide the others
-        return {"run": str(run.root), "state": f"it cannot be read: {error}"}
+        problem = {"problem": f"it cannot be read: {type(error).__name__}: {error}"}
+    return row | {"state": "unreadable", "reason": problem}
 
 
-def _row(run: RunDirectory, curves: Curves, facts: Mapping[str, Any]) -> dict[str, Any]:
-    age = duration(max(0.0, time.time() - run.environment.stat().st_mtime))
-    curves_by_name = {name: curves.finite(name) for name in _SHOWN}
-    shown = {n: _BEST[n](v) if n in _BEST else v[-1] for n, v in curves_by_name.items() if v}
-    place = {"run": str(run.root), **{name: facts[name] for name in ("state", "step", "of")}}
-    return place | {"started": age} | {name: shown.get(name) for name in _SHOWN}
+def _facts(run: RunDirectory, curves: Curves, facts: Mapping[str, Any]) -> dict[str, Any]:
+    names = ("state", "reason", "model", "step", "of", "started", "ended")
+    last = {name: found for name in _SHOWN if (found := last_of(curves, name))}
+    best = best_validation(curves)
+    score = main_score(curves)
+    steps = {path.name: str(path / "model") for path in committed_steps(run.root)}
+    updated = datetime.fromtimestamp(facts["updated"], UTC).isoformat(timespec="seconds")
+    return {
+        **{name: facts[name] for name in names},
+        "method": facts["kind"],
+        "updated": updated,
+        "last": last,
+        "best": best,
+        "score": score and {"name": score[0], "value": score[1]},
+        "last_model": [*steps.values()][-1] if steps else None,
+        "best_model": best and steps.get(step_name(best["step"])),
+    }
+
+
+def _summary(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what the list shows of a run."""
+    reason = row["reason"] and first_line(row["reason"])[:_LONGEST_REASON]
+    name = row["run"]
+    if row["state"] == "unreadable":
+        return {"run": name, "state": row["state"], "reason": reason}
+    score = row["score"] if row["parent"] or not row["best"] else None
+    best = row["best"]
+    last = next(iter(row["last"].items()), None)
+    return {
+        "run": f"  {name}" if row["parent"] else name,
+        "state": row["state"],
+        "steps": None if row["parent"] else f"{row['step']}/{row['of'] or '?'}",
+        "started": _ago(row["started"]),
+        "last": None if row["parent"] or last is None else _number(last[0], last[1]),
+        "best": _number(score["name"], score)
+        if score
+        else best and f"{_number(best['name'], best)} at {best['step']}",
+        "reason": reason,
+    }
+
+
+def _number(name: str, value: Mapping[str, Any]) -> str:
+    return f"{name} {_cell(value['value'])}"
+
+
+def _ago(started: Any) -> str | None:
+    with suppress(TypeError, ValueError):
+        age = datetime.now(UTC) - datetime.fromisoformat(started).astimezone(UTC)
+        return f"{duration(max(0.0, age.total_seconds()))} ago"
+    return None
 
 
 def _settings(names: Sequence[str]) -> Rows:

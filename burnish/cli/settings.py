@@ -36,11 +36,14 @@ def check_file(args: Namespace) -> None:
 
 
 def show(args: Namespace) -> None:
-    """Print the whole resolved configuration, YAML with each value's origin as a comment."""
+    """Print the whole resolved configuration: YAML with each value's origin as a comment, or JSON."""
     file = args.config
     if file and os.path.isdir(file):
         file = recorded(recorded_config(Path(file)))
     config, origins = load_with_origins(file, args.overrides)
+    if args.json:
+        print_text(json.dumps(config.model_dump(mode="json")))
+        return
     console = Console(highlight=False, soft_wrap=True)
     for line in dump_yaml(config, origins).splitlines():
         setting, mark, origin = line.rpartition("  # ")

@@ -163,11 +163,14 @@ def _reward_moves(numbers: Numbers, settings: Settings) -> Iterator[Attention]:
         return
     means = _means(values, _FEW)
     noise = median(abs(after - before) for before, after in pairwise(values))
-    start, best, last = means[0], max(means), means[-1]
+    start = means[0]
+    best = max(means)
+    last = means[-1]
     if best > start and best - last > max(0.5 * (best - start), 6 * noise):
         text = f"the reward fell from {best:.3g} to {last:.3g}"
         yield _found(numbers, "reward_falls", metric, text, _rate(settings, 0.5))
-    before, after = values[-2 * _FEW : -5], values[-5:]
+    before = values[-2 * _FEW : -5]
+    after = values[-5:]
     spread = max(values) - min(values)
     jump = min(after) - max(before)
     if jump > 0.3 * spread and jump > 10 * noise > 0:
@@ -217,7 +220,8 @@ def _gradients(numbers: Numbers, settings: Settings) -> Iterator[Attention]:
 
 
 def _validation(numbers: Numbers, settings: Settings) -> Iterator[Attention]:
-    curve, trained = numbers.get("val/loss"), numbers.get("train/loss")
+    curve = numbers.get("val/loss")
+    trained = numbers.get("train/loss")
     if curve is None or trained is None or len(curve.values) < 4:
         return
     known = [*zip(curve.values[:], curve.steps, strict=False)]
@@ -246,7 +250,8 @@ def _stuck(numbers: Numbers, settings: Settings) -> Iterator[Attention]:
     if len(values) < 16 or (isinstance(steps, int) and len(values) < 0.1 * steps):
         return
     third = len(values) // 3
-    first, last = fmean(values[:third]), fmean(values[-third:])
+    first = fmean(values[:third])
+    last = fmean(values[-third:])
     if first > 0.1 and abs(first - last) < 0.003 * first:
         lr = settings.get("optim.lr")
         text = f"the loss has not moved in {len(values)} steps ({first:.4g} → {last:.4g}) at optim.lr={lr}"
@@ -258,7 +263,8 @@ def _speed(numbers: Numbers, settings: Settings) -> Iterator[Attention]:
     rates = _values(numbers, metric)
     if len(rates) < _MANY:
         return
-    before, now = median(rates[_FEW : 3 * _FEW]), median(rates[-_FEW:])
+    before = median(rates[_FEW : 3 * _FEW])
+    now = median(rates[-_FEW:])
     if now < 0.4 * before:
         text = f"the update slowed from {before:.3g} to {now:.3g} tokens a second"
         also = "the timeline, and what else uses the machine"

@@ -178,10 +178,10 @@ class Observers:
             gc.collect()
             gc.freeze()
         if is_due(step):
-            for found in find_attention(self._curves.refresh().by_name, self._given):
-                if found.key not in self._met:
-                    self._met.add(found.key)
-                    log.warning("needs attention at step %d: %s", step, sentence(found))
+            for item in find_attention(self._curves.refresh().by_name, self._given):
+                if item.key not in self._met:
+                    self._met.add(item.key)
+                    log.warning("needs attention at step %d: %s", step, sentence(item))
         if time.monotonic() >= self._next_report:
             self.report("running")
 
@@ -197,7 +197,7 @@ class Observers:
             self._directory.write_status(self._total_steps, state, reason)
             last = find_attention(self._curves.refresh().by_name, self._given)
             if last:
-                lines = "".join(f"\n  {sentence(found)}" for found in last)
+                lines = "".join(f"\n  {sentence(item)}" for item in last)
                 log.warning("what needs attention:%s", lines)
         if self._settings.report:
             begun = time.monotonic()

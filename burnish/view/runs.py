@@ -96,6 +96,14 @@ def best_validation(curves: Curves) -> dict[str, Any] | None:
     return None
 
 
+def last_of(curves: Curves, name: str) -> dict[str, Any] | None:
+    """Return the last finite value of a metric and its step."""
+    curve = curves.by_name.get(name)
+    pairs = () if curve is None else zip(curve.values[:], curve.steps, strict=False)
+    known = [each for each in pairs if math.isfinite(each[0])]
+    return {"value": known[-1][0], "step": known[-1][1]} if known else None
+
+
 def main_score(curves: Curves) -> tuple[str, float] | None:
     """Return the main number of an evaluation: the share of right answers, else the mean reward or the loss."""
     for name in (*(each for each in curves.by_name if each.startswith("val/mean@")), *BEST):

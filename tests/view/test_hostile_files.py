@@ -105,7 +105,7 @@ def test_lists_of_runs_name_it_and_have_the_others(
     assert main(["runs", str(tmp_path), "--json"]) == 0
     rows = {Path(each["run"]).name: each for each in json.loads(capsys.readouterr().out)["runs"]}
     assert rows["good"]["state"] == "finished"
-    assert rows["good"]["reward/mean"] == 0.75
+    assert rows["good"]["last"]["reward/mean"] == {"value": 0.75, "step": 2}
     assert set(rows) == {"good", "bad-0", "bad-1", "bad-2", "bad-3"}
     if "link" not in kind:  # a link to nothing is no file
         assert all(rows[f"bad-{number}"]["state"] != "finished" for number in (1, 3))
