@@ -55,7 +55,8 @@ def is_run(names: Collection[str]) -> bool:
 
 def is_run_at(path: Path) -> bool:
     """Return whether a directory is a run."""
-    return is_run({name for name in (*_ORIGIN, *_COURSE) if os.path.lexists(path / name)})
+    files = {name for name in (*_ORIGIN, *_COURSE) if os.path.lexists(path / name)}
+    return is_run({name for name in files if not (path / name).is_dir()})
 
 
 def parent_of(path: Path, runs: Container[Path]) -> Path | None:
