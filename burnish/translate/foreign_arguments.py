@@ -39,6 +39,12 @@ class Arguments:
     """The words before the first argument, such as `trl grpo`."""
     strays: frozenset[str] = frozenset()
     """Words after the program that are no argument. They stand among the given ones, as names without a value."""
+    unknown: Mapping[str, str] = field(default_factory=dict)
+    """Arguments whose value only a run would tell, and the reason."""
+    source: str = ""
+    """The file and line that they stand in, if that is a script."""
+    doubt: str = ""
+    """Why only a run would tell whether their program is started."""
     fates: list[Fate] = field(default_factory=list)
     """In the order of the decisions."""
     implied: dict[str, Any] = field(default_factory=dict)

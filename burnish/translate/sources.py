@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import os
 import re
-import shlex
 import tomllib
-from collections.abc import Sequence
-from string import Template
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from burnish.config.document import dotted
@@ -15,39 +13,78 @@ from burnish.config.load import read_document, read_text
 from burnish.config.parsing import parse_value
 from burnish.errors import UsageError
 from burnish.translate.foreign_arguments import Arguments
+from burnish.translate.shell_variables import Variables
 
 _NAME = re.compile(r"\+{0,2}[A-Za-z_][\w.]*")
 _ENVIRONMENT = re.compile(r"[A-Z_][A-Z0-9_]*=.*")
 """A word that sets an environment variable. No framework has a setting without a lower-case letter."""
-_ASSIGNMENT = r"^\s*(?:export\s+)?([A-Za-z_]\w*)=(\S*)\s*$"
-"""A line of a shell script that sets a variable."""
 _ENDS_OF_A_COMMAND = ("&&", "||", "|", ";", "&")
 _YAML = (".yaml", ".yml")
 _TOML = ".toml"
+_SHELL = (".sh", ".bash", ".slurm", ".sbatch", ".txt")
+_PYTHON = re.compile(r"(^|/)python[\d.]*$")
 
 
-def read_arguments(words: Sequence[str]) -> Arguments:
-    """Read the file that a single word names, or `key=value` and `--flag value` as they are typed.
+def read_commands(words: Sequence[str]) -> list[Arguments]:
+    """Read the file that the first word names, or `key=value` and `--flag value` as they are typed.
 
-    A file is YAML, TOML or a shell script. Raises `MissingError` and `UsageError`.
+    A file is YAML, TOML or a shell script. Further words are the script's own. Each command of a script with arguments is one
+    of the result. Raises `MissingError` and `UsageError`.
     """
-    if len(words) == 1 and "=" not in words[0] and not words[0].startswith("-"):
-        return _of_file(words[0])
-    return _of_words(words)
+    first = words[0] if words else ""
+    is_script = first.endswith(_SHELL) and os.path.isfile(first)
+    if first and "=" not in first and not first.startswith("-") and (len(words) == 1 or is_script):
+        return _of_file(first, words[1:])
+    return [_of_words(words)]
 
 
-def _of_file(name: str) -> Arguments:
-    if name.endswith(_YAML):
-        return Arguments(dict(dotted(read_document(name).values)))
-    if name.endswith(_TOML):
-        return Arguments(dict(dotted(_read_toml(name))))
-    script = _without_variables(read_text(name))
-    try:
-        return _of_words(shlex.split(script, comments=True))
-    except ValueError as error:
+def _of_file(name: str, words: Sequence[str] = ()) -> list[Arguments]:
+    ending = os.path.splitext(name)[1]
+    if ending in _YAML:
+        return [Arguments(dict(dotted(read_document(name).values)))]
+    if ending == _TOML:
+        return [Arguments(dict(dotted(_read_toml(name))))]
+    text = read_text(name)
+    if ending not in _SHELL and ending and not re.match(r"#!.*sh\b", text):
+        is_python = ending in (".py", ".ipynb")
         raise UsageError(
-            f"{name} is not a shell script", have=error, do="give the arguments themselves"
-        ) from None
+            f"{name} is {'a Python program' if is_python else 'no file of arguments'}",
+            have=f"a file that ends in {ending}",
+            want="a shell script, YAML or TOML, or the arguments as they are typed",
+            do="give the command line that starts it" if is_python else "name another file",
+        )
+    return _of_script(name, text, words)
+
+
+def _of_script(name: str, text: str, words: Sequence[str]) -> list[Arguments]:
+    """Return the arguments of each program that a shell script starts."""
+    from burnish.translate.shell import read_script
+
+    script = read_script(name, text, words)
+    commands = []
+    for command in script.commands:
+        arguments = _of_words(command.words, script.variables)
+        arguments.source = f"{name}:{command.line}"
+        arguments.doubt = command.doubt
+        whole = " ".join(command.words)
+        taken = sorted(
+            variable
+            for variable in script.variables.of_environment
+            if len(value := script.variables.environ[variable]) > 1 and value in whole
+        )
+        if taken:
+            arguments.remarks.append(f"from this machine's environment: {', '.join(taken)}")
+        if arguments.given:
+            commands.append(arguments)
+    if not commands:
+        line = script.ended_at
+        raise UsageError(
+            f"{name} starts no program with arguments",
+            have=f"line {line} ends it" if line else "no such command",
+            want="a command with key=value or --flag value",
+            do=f"give the script its own arguments after {name}, set its variables in the environment, or name another file",
+        )
+    return commands
 
 
 def _read_toml(name: str) -> dict[str, Any]:
@@ -57,48 +94,70 @@ def _read_toml(name: str) -> dict[str, Any]:
         raise UsageError(f"{name} is no TOML", have=error, do="correct the file") from None
 
 
-def _without_variables(script: str) -> str:
-    """Return a shell script in lines of whole commands, with the values of its variables in place."""
-    script = re.sub(r"`#.*?`", "", script)  # a remark between two lines of a command
-    script = script.replace("\\\n", " ")
-    # From the last to the first, because a variable's value may name an earlier one.
-    for variable, value in reversed(re.findall(_ASSIGNMENT, script, re.M)):
-        script = Template(script).safe_substitute({variable: value.strip("\"'")})
-    script = os.path.expandvars(script)
-    return re.sub(_ASSIGNMENT, "", script, flags=re.M)
-
-
-def _of_words(words: Sequence[str]) -> Arguments:
-    """Read the words of a command. The first ones name its program."""
+def _of_words(words: Sequence[str], variables: Variables | None = None) -> Arguments:
+    """Read the words of a command. The first ones name its program. `variables` say what is unknown in them."""
     arguments: dict[str, Any] = {}
     program: list[str] = []
     strays: set[str] = set()
+    unknown: dict[str, str] = {}
     flag = ""  # the one that the next words may be values of
-    for word in words:
+    started, words = _after_launcher(words)
+    program += started
+    for written in words:
+        word = variables.readable(written) if variables else written
+        marks = variables.marks_in(written) if variables else []
         name, equals, text = word.removeprefix("--").partition("=")
         if word.startswith("--"):
             name = name.replace("-", "_")
+        owner = name.lstrip("+")
         if _ENVIRONMENT.fullmatch(word) and not arguments:
             program.append(word)
-        elif equals and _NAME.fullmatch(name):
-            arguments[name.lstrip("+")] = _value(text)
+            continue
+        if equals and _NAME.fullmatch(name):
+            arguments[owner] = _value(text)
             flag = ""
         elif word.startswith("--"):
             flag = name
             arguments[flag] = True
-        elif word in _ENDS_OF_A_COMMAND or word.endswith(".py"):
+        elif word in _ENDS_OF_A_COMMAND or (
+            word.endswith(".py") and not _is_value(arguments, flag, program)
+        ):
             program.append(word)
             flag = ""
         elif flag:
+            owner = flag
             arguments[flag] = _with_value(arguments[flag], _value(word))
         elif not arguments and "=" not in word:
             program.append(word)
         else:
+            owner = word
             strays.add(word)
             arguments[word] = True
+        if owner in arguments:
+            unknown.pop(owner, None)
+            if marks:
+                unknown[owner] = "; ".join(mark.reason for mark in marks)
     if str(arguments.get("config", "")).endswith(_YAML):
-        arguments = {**_of_file(arguments.pop("config")).given, **arguments}
-    return Arguments(arguments, tuple(program), frozenset(strays))
+        arguments = {**_of_file(arguments.pop("config"))[0].given, **arguments}
+    return Arguments(arguments, tuple(program), frozenset(strays), unknown)
+
+
+def _after_launcher(words: Sequence[str]) -> tuple[list[str], Sequence[str]]:
+    """Return the words of what starts Python, whose options are no settings, and the other words."""
+    place = list(words).index("--") + 1 if "--" in words else 0  # of `ray job submit`
+    python = (each for each in range(place, len(words)) if _PYTHON.search(words[each]))
+    place = next(python, place)
+    if any(
+        _NAME.match(word) and not _ENVIRONMENT.match(word) and "=" in word for word in words[:place]
+    ):
+        return [], words  # an argument that ends in the name of an interpreter
+    return list(words[:place]), words[place:]
+
+
+def _is_value(arguments: Mapping[str, Any], flag: str, program: Sequence[str]) -> bool:
+    """Return whether a word that ends in `.py` is the value of a flag, and not the program."""
+    has_program = any(word.endswith(".py") for word in program) or "-m" in program
+    return bool(flag) and arguments[flag] is True and has_program
 
 
 def _with_value(earlier: Any, value: Any) -> Any:

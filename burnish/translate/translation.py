@@ -31,7 +31,7 @@ from burnish.translate.framework import Framework
 from burnish.translate.llama_factory import LLAMA_FACTORY
 from burnish.translate.openrlhf import OPENRLHF
 from burnish.translate.prime_rl import PRIME_RL
-from burnish.translate.sources import read_arguments
+from burnish.translate.sources import read_commands
 from burnish.translate.trl import OPEN_R1, TRL, combine_shared
 from burnish.translate.verl import VERL
 
@@ -51,14 +51,16 @@ def translate_arguments(words: Sequence[str]) -> str:
     The comments name each argument that the settings do not show, and count all of them. Raises `UsageError` if nothing is set,
     or if arguments do not fit together.
     """
-    arguments = read_arguments(words)
+    arguments = _chosen(read_commands(words))
     if not arguments.given:
         raise UsageError(
             "there is nothing to translate",
             have=shlex.join(words),
-            want="key=value, --flag value, a YAML file or a shell script",
+            want="key=value, --flag value, a YAML or TOML file, or a shell script",
             do="give the arguments as they are typed, or the name of their file",
         )
+    for name, reason in arguments.unknown.items():
+        arguments.leave(reason, name)
     framework = _recognized(arguments)
     table = framework.table if framework else ""
     if framework:
@@ -72,6 +74,33 @@ def translate_arguments(words: Sequence[str]) -> str:
     if generates is None:
         generates = any(key.startswith(_OF_RL) for key in settings)
     return _written(arguments, settings, RL() if generates else SFT(), framework)
+
+
+def _chosen(commands: Sequence[Arguments]) -> Arguments:
+    """Return the command that trains. Raises `UsageError` if several do, or if only a run would tell."""
+    own = [each for each in commands if any(one.recognizes(each) for one in _FRAMEWORKS)]
+    known = own or [each for each in commands if any(map(known_ending, each.given))] or commands[:1]
+    different = [
+        each
+        for place, each in enumerate(known)
+        if not any(each.given == other.given for other in known[:place])
+    ]
+    if len(different) > 1:
+        raise UsageError(
+            "this script starts several programs",
+            have=", ".join(each.source for each in different),
+            want="the arguments of one",
+            do="give the arguments of one as they are typed",
+        )
+    arguments = known[0]
+    if arguments.doubt:
+        raise UsageError(
+            f"{arguments.source} cannot be read without running it",
+            have=arguments.doubt,
+            want="a program that is started in any case",
+            do="give its arguments as they are typed",
+        )
+    return arguments
 
 
 def _recognized(arguments: Arguments) -> Framework | None:

@@ -13,6 +13,7 @@ _KL_TERMS = {"use_kl_loss": "kl_loss_coef", "use_kl_in_reward": "kl_ctrl.kl_coef
 """What switches a KL term on, and its coefficient, which counts only then."""
 _ACTOR = "actor_rollout_ref.actor"
 _ROLLOUT = "actor_rollout_ref.rollout"
+_PROGRAM = re.compile(r"verl\.trainer\.|main_ppo|main_dapo")
 _OFFLINE = re.compile("sft_trainer")
 """In the name of the program that trains on demonstrations."""
 _OF_PPO = {
@@ -32,8 +33,8 @@ _OF_PPO = {
 
 
 def _recognizes(arguments: Arguments) -> bool:
-    names = (*arguments.program, *arguments.given)
-    return any(name.startswith(("verl.", "actor_rollout_ref.")) for name in names)
+    named = any(_PROGRAM.search(word) for word in arguments.program)
+    return named or any(name.startswith("actor_rollout_ref.") for name in arguments.given)
 
 
 def _generates(arguments: Arguments) -> bool:
