@@ -72,8 +72,9 @@ _MEASURE = "CONFIG|RUN_DIR|MODEL key=value --dry-run --json"
 _COMMANDS = {
     "init": (
         "init:init",
-        "KIND MODEL DATA",
-        "Write a first configuration into the working directory, and for rl a reward function. Without DATA, write sample rows too.",
+        "KIND MODEL DATA --lora",
+        "Look at the data, show a row as the model will see it, and write a configuration that fits, and for rl a reward function. "
+        "Without DATA, write sample rows too. No file is overwritten.",
     ),
     "run": (
         "run:run_given",
@@ -349,6 +350,7 @@ _OPTIONS = {
     ),
     "--public": _flag("make a new repository public; default: private"),
     "--branch": _argument("branch of the repository; created if needed; default: main"),
+    "--lora": _argument("train an adapter of rank 16", action="store_true"),
     "--merged": _flag(
         "for a run with model.lora: take the model with the adapter merged in, instead of the adapter"
     ),

@@ -1,4 +1,4 @@
-"""`burnish init`: write a first configuration, and for RL a reward function that fits the data."""
+"""`burnish init`: look at the data, and write a first configuration that fits them, for RL with a reward function."""
 
 from __future__ import annotations
 
@@ -7,61 +7,130 @@ import os
 from argparse import Namespace
 from pathlib import Path
 from string import Template
+from typing import Any
 
 from burnish.cli.output import print_text
 from burnish.config.document import one_line
 from burnish.config.schema import DataConfig
 from burnish.data.columns import answer_column, example_format, is_data, prompt_column
-from burnish.errors import UsageError
 from burnish.method import Method
 from burnish.methods.table import METHODS
 
 _MODEL = "Qwen/Qwen3-0.6B"
 _DATA = "data.jsonl"
 _STARTERS = Path(__file__).with_name("starters")
+_BATCH = 16
+_STEPS = 10
+"""Least steps in an epoch of the proposed batch, where the rows allow it."""
+_SPLIT_ROWS = 100
+"""Least rows of which some are held out."""
+_MANY_ROWS = 2_000
+"""From here on one pass over the data is proposed, else three."""
 
 
 def init(args: Namespace) -> None:
-    """Write the files into the working directory. Raises `UsageError` if one is there."""
+    """Write the files into the working directory. A file of the same name and other content stays; the new one gets a number."""
     method = METHODS[args.kind]
     data = args.data or _DATA
-    files = {} if args.data else {data: _sums("answer" if method.generates else "completion")}
-    is_here = args.data and (os.path.exists(data) or is_data(data))
-    column = _answers(method, data) if is_here else "answer"
-    values = {"model": one_line(args.model or _MODEL), "data": one_line(data)}
+    files = {} if args.data else {_DATA: _sums()}
+    _write(files)
+    is_here = os.path.exists(data) or is_data(data)
+    rows = _rows(method, data) if is_here else None
+    values = {"model": one_line(args.model or _MODEL), "data": one_line(data), **_proposed(rows)}
+    values["lora"] = "  lora: {rank: 16}\n" if args.lora else ""
+    files = {}
     if method.generates:
-        values["function"] = "correct" if column else "brief"
+        column = answer_column(DataConfig(), rows) if rows is not None else "answer"
+        name = "correct" if column else "brief"
         first, _, below = (column or "").partition(".")
         right = f'each["{below}"]' if below else "each"
-        reward = Template((_STARTERS / f"{values['function']}.txt").read_text())
-        files["rewards.py"] = reward.substitute(column=first, right=right)
-    text = Template((_STARTERS / f"{method.name}.yaml").read_text())
-    files[f"{method.name}.yaml"] = text.substitute(values)
-    if there := [name for name in files if os.path.lexists(name)]:
-        raise UsageError(
-            "init does not overwrite files",
-            have=", ".join(there),
-            want="a directory without them",
-            do="remove or rename them, or work in another directory",
-        )
-    for name, content in files.items():
-        Path(name).write_text(content)
-    print_text(f"wrote {', '.join(files)}\n\n  burnish {method.name} {method.name}.yaml --dry-run")
+        reward = Template((_STARTERS / f"{name}.txt").read_text())
+        files = {"rewards.py": reward.substitute(column=first, right=right)}
+        values["function"] = f"{_write(files)['rewards.py']}:{name}"
+    starter = f"{method.name}.yaml"
+    text = Template((_STARTERS / starter).read_text())
+    looked = _look(method, text.substitute(values, lengths="")) if is_here else None
+    values["lengths"] = "" if looked is None else looked.proposed
+    path = _write({starter: text.substitute(values)})[starter]
+    if looked is not None:
+        print_text(f"{looked.text}\n")
+    print_text(
+        f"burnish {method.name} {path} --dry-run    checks it, and estimates memory and time"
+    )
+    print_text(f"burnish {method.name} {path}")
 
 
-def _answers(method: Method, data: str) -> str | None:
+def _write(files: dict[str, str]) -> dict[str, str]:
+    """Write files, and return their names by the wanted ones. A file with the same content stays."""
+    names = {}
+    for wanted, content in files.items():
+        path = Path(wanted)
+        number = 2
+        while os.path.lexists(path) and not _holds(path, content):
+            path = Path(wanted).with_stem(f"{Path(wanted).stem}-{number}")
+            number += 1
+        if os.path.lexists(path):
+            print_text(f"{path} is there already, and stays")
+        else:
+            path.write_text(content)
+            print_text(f"wrote {path}")
+        names[wanted] = str(path)
+    return names
+
+
+def _holds(path: Path, content: str) -> bool:
+    try:
+        return path.read_text() == content
+    except (OSError, UnicodeDecodeError):
+        return False
+
+
+def _rows(method: Method, data: str) -> Any:
+    """Return the rows. Raises `MissingError` if the method cannot read them."""
     from burnish.data.sources import load_rows
 
     rows = load_rows([data])
     usual = DataConfig()
-    if not method.generates:
+    if method.generates:
+        prompt_column(usual, rows)
+    else:
         example_format(usual, rows)
+    return rows
+
+
+def _proposed(rows: Any) -> dict[str, Any]:
+    """Return a batch, passes over the data and a share to hold out, which suit the number of rows."""
+    count = _MANY_ROWS if rows is None else len(rows)
+    split = rows is not None and count >= _SPLIT_ROWS
+    return {
+        "batch": max(1, min(_BATCH, count // _STEPS)),
+        "epochs": 1 if count >= _MANY_ROWS else 3,
+        "validation": f"validation: {'5%' if count >= _MANY_ROWS else '10%'}"
+        if split
+        else "# validation: FILE",
+        "evaluation": "evaluation: {every: 20}\n" if split else "",
+    }
+
+
+def _look(method: Method, text: str) -> Any:
+    """Tokenize rows as the run will. None if the model is not on this machine."""
+    import yaml
+
+    from burnish.config.load import load_settings
+
+    config = load_settings(yaml.safe_load(text), {})
+    if not Path(config.model.path or "").is_dir():
+        print_text("The model is not on this machine yet, so no row is tokenized.\n")
         return None
-    prompt_column(usual, rows)
-    return answer_column(usual, rows)
+    from burnish.cli.first_look import look
+
+    return look(method, config)
 
 
-def _sums(column: str) -> str:
+def _sums() -> str:
+    """Return rows for either method: a prompt, a completion to train on, and an answer to compare with."""
     pairs = [(first, second) for first in range(8) for second in range(8)]
-    rows = [{"prompt": f"{a}+{b}=", column: str(a + b)} for a, b in pairs]
+    rows = [
+        {"prompt": f"{a}+{b}=", "completion": str(a + b), "answer": str(a + b)} for a, b in pairs
+    ]
     return "".join(f"{json.dumps(row)}\n" for row in rows)

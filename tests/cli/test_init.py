@@ -2,10 +2,12 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+from support.models.chat_templates import HYBRID, tokenizer_of
 from support.models.tiny import save_tiny
 from support.models.tokenizers import char_tokenizer, save_char_tokenizer
 
@@ -43,11 +45,61 @@ def test_what_is_written_runs(kind: str, model: str, here: Path) -> None:
     assert main([kind, f"{kind}.yaml", "--dry-run", "--devices", "1xCPU-8G"]) == 0
 
 
-def test_nothing_is_overwritten_and_nothing_half_written(here: Path) -> None:
+def test_nothing_is_overwritten_and_it_works_twice(here: Path) -> None:
     (here / "rewards.py").write_text("mine")
-    assert main(["init", "rl"]) == 2
-    assert [path.name for path in here.iterdir()] == ["rewards.py"]
+    for _ in range(2):
+        assert main(["init", "rl"]) == 0
+        assert main(["init", "sft", "--lora"]) == 0
+    names = {path.name for path in here.iterdir()}
+    assert names == {"data.jsonl", "rewards.py", "rewards-2.py", "rl.yaml", "sft.yaml"}
     assert (here / "rewards.py").read_text() == "mine"
+    (function,) = read_config("rl.yaml").reward.functions
+    assert function.function == "rewards-2.py:correct"
+    assert read_config("sft.yaml").model.lora.rank == 16
+    assert main(["init", "sft"]) == 0
+    assert read_config("sft-2.yaml").model.lora.rank == 0
+
+
+@pytest.mark.parametrize(
+    ("count", "batch", "epochs", "share"),
+    [(1, 1, 3, None), (25, 2, 3, None), (100, 10, 3, 10), (1000, 16, 3, 10), (2000, 16, 1, 5)],
+)
+def test_the_batch_and_the_split_suit_the_rows(
+    count: int, batch: int, epochs: int, share: int | None, here: Path
+) -> None:
+    rows = [{"prompt": f"{number}=", "completion": str(number)} for number in range(count)]
+    (here / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    assert main(["init", "sft", "m", "rows.jsonl"]) == 0
+    config = read_config("sft.yaml")
+    assert (config.batch.examples, config.epochs) == (batch, epochs)
+    assert config.data.validation == ([] if share is None else [f"{share}%"])
+    assert (config.evaluation.every == 20) == (share is not None)
+
+
+def test_a_row_is_shown_as_it_is_trained(
+    here: Path, tmp_path_factory: pytest.TempPathFactory, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Between › and ‹ is what the tokenizer's template marks as the assistant's."""
+    tokenizer = tokenizer_of(HYBRID)
+    place = save_tiny(
+        tmp_path_factory.mktemp("chat"), vocab_size=len(tokenizer), max_position_embeddings=1024
+    )
+    tokenizer.save_pretrained(place)
+    messages = [{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "2"}]
+    (here / "chats.jsonl").write_text(json.dumps({"messages": messages}) + "\n")
+    assert main(["init", "sft", str(place), "chats.jsonl"]) == 0
+    shown = capsys.readouterr().out
+    whole = tokenizer.apply_chat_template(messages, tokenize=False).rstrip()
+    assert shown.replace("›", "").replace("‹", "").count(whole) == 1
+    (trained,) = re.findall("›([^›]*)‹", shown.partition("\n\n")[2])
+    assert trained.removesuffix(tokenizer.eos_token).endswith("2")
+    assert trained.endswith(tokenizer.eos_token)
+    length = len(tokenizer.apply_chat_template(messages)["input_ids"])
+    assert f"{length} tokens on average" in shown
+    limit = read_config("sft.yaml").data.max_length
+    assert length * 1.5 <= limit
+    assert main(["init", "rl", str(place)]) == 0
+    assert read_config("rl.yaml").data.string_prompts == "user"
 
 
 @pytest.mark.parametrize(
