@@ -247,7 +247,7 @@ class ModelShape(ModelSizes):
                 f"Burnish does not know the shape of models of type {kind}",
                 have=f"model_type: {kind}",
                 want=f"one of {names_of('described')}",
-                do="run a short training of it and read perf/max_memory_gb",
+                do="run a short training of it and read perf/max_memory_gb/all",
             )
         for name in ("num_hidden_layers", "hidden_size", "vocab_size", "num_attention_heads"):
             _positive(fields, name)

@@ -13,7 +13,7 @@ class Spans:
     ```python
     with spans("rollout"):
         with spans("generate"): ...      # counted as rollout/generate, and within rollout
-    tracker.log(step, spans.added({}))   # timing_s/rollout, timing_s/rollout/generate, timing_s/step
+    tracker.log(step, spans.added({}))   # timing_s/rollout, timing_s/rollout.generate, timing_s/step
     ```
     """
 
@@ -87,16 +87,17 @@ class Spans:
     def added(self, values: Mapping[str, float]) -> dict[str, float]:
         """Return `values` with the measurements since the last call, and start again.
 
-        Seconds are `timing_s/NAME` and `timing_s/step`, added to those in `values`. Memory, in 10⁹ bytes, is `perf/max_memory_gb` and,
-        for each outermost span, `perf/max_memory_gb/NAME`.
+        Seconds are `timing_s/NAME` and `timing_s/step`, added to those in `values`; an inner span is `timing_s/OUTER.NAME`. Memory, in 10⁹ bytes, is
+        `perf/max_memory_gb/NAME` for each outermost span, and `perf/max_memory_gb/all`. No name is a directory of another: some stores keep a file for each.
         """
         now = self.now()
         self._note_peak()
         sums = dict(values)
         for path, seconds in {**self._seconds, "step": now - self._taken_at}.items():
-            sums[f"timing_s/{path}"] = sums.get(f"timing_s/{path}", 0.0) + seconds
+            name = f"timing_s/{path.replace('/', '.')}"
+            sums[name] = sums.get(name, 0.0) + seconds
         sums |= {f"perf/max_memory_gb/{name}": size / 1e9 for name, size in self._memory.items()}
-        sums["perf/max_memory_gb"] = self._highest / 1e9
+        sums["perf/max_memory_gb/all"] = self._highest / 1e9
         self._seconds = {}
         self._memory = {}
         self._taken_at = now

@@ -57,8 +57,8 @@ def test_a_score_is_the_first_functions_where_that_applies() -> None:
         "val/mean@1": 0.5,
         "val/reward": (9.5 + 9) / 2,
         "val/dropped": 0,
-        "val/reward/parts/correct": 0.5,
-        "val/reward/parts/style": 9,
+        "val/reward_parts/correct": 0.5,
+        "val/reward_parts/style": 9,
         "val/response_length/mean": 0,
         "val/response_length/clip_ratio": 0,
     }
@@ -90,7 +90,7 @@ def test_prompts_without_a_source_count_in_the_whole_alone() -> None:
     found = measured([[{"correct": 1.0}], [{"correct": 0.0}]], ["math", ""], n=1)
     assert (found["val/mean@1"], found["val/math/mean@1"]) == (0.5, 1.0)
     assert not any(name.startswith("val//") for name in found)
-    assert "val/reward/parts/correct" not in found  # it is the reward
+    assert "val/reward_parts/correct" not in found  # it is the reward
 
 
 def test_lengths_are_measured_and_the_rollouts_handed_on() -> None:

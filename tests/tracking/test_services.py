@@ -9,12 +9,14 @@ import csv
 import io
 import json
 import os
+import re
 import socket
 import struct
 import subprocess
 import sys
 import time
 import urllib.request
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,10 +25,11 @@ import pytest
 import yaml
 from contracts.tracker import Record, ServiceContract
 from support.ranks.ports import free_port
+from support.runs.training_files import make_files
 from tracking.test_otlp import traced
 
 from burnish.errors import UsageError
-from burnish.tracking.trackers import load_tracker
+from burnish.tracking.trackers import load_tracker, read_metrics
 
 pytestmark = [
     pytest.mark.nightly,
@@ -421,6 +424,86 @@ class TestSwanlab(ServiceContract):
             else:
                 with pytest.raises(UsageError):
                     load_tracker("swanlab")
+
+
+@pytest.mark.parametrize("store", ["file", "sqlite"])
+def test_one_run_gives_all_its_numbers_to_all_services(
+    tmp_path: Path, trackio_place: Path, monkeypatch: pytest.MonkeyPatch, store: str
+) -> None:
+    """MLflow straight into a store, without a server."""
+    for package in ("mlflow", "swanlab", "wandb"):
+        pytest.importorskip(package, reason="it is in .venv-trackers, which make nightly makes")
+    places = {"file": f"file://{tmp_path}/mlruns", "sqlite": f"sqlite:///{tmp_path}/mlflow.db"}
+    project = f"all-{store}"
+    environ = {
+        "MLFLOW_TRACKING_URI": places[store],
+        "MLFLOW_ALLOW_FILE_STORE": "true",
+        "MLFLOW_EXPERIMENT_NAME": project,
+        "WANDB_MODE": "offline",
+        "SWANLAB_MODE": "offline",
+        "SWANLAB_PROJ_NAME": project,
+        "TRACKIO_DIR": str(trackio_place),
+        "TRACKIO_PROJECT": project,
+    }
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    root = make_files(tmp_path)
+    rewards = "reward.functions=[{function: 'rewards.py:letters'}, {function: 'rewards.py:same'}]"
+    names = "tracking.trackers=[tensorboard,wandb,mlflow,trackio,swanlab]"
+    settings = ["steps=3", "evaluation.every=1", "algorithm.advantage=gae", rewards, names]
+    command = [sys.executable, "-m", "burnish", "rl", "rl.yaml", *settings]
+    # A process of its own, forked from no other: clients keep what they have read of the environment.
+    ended = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr
+    assert "lost" not in ended.stderr
+    run = root / "runs" / "run"
+    wanted = {
+        (int(row["step"]), name): value
+        for row in read_metrics(run / "metrics.jsonl")
+        for name, value in row.items()
+        if name != "step"
+    }
+    assert len({name for _, name in wanted}) > 40
+    for service, found in everything(run, project, places[store]).items():
+        assert wanted.keys() - found.keys() == set(), service
+        assert {key: found[key] for key in wanted} == pytest.approx(wanted, rel=1e-6), service
+
+
+def everything(run: Path, project: str, uri: str) -> dict[str, dict[tuple[int, str], float]]:
+    """All numbers of a run's services, by step and name."""
+    from mlflow import MlflowClient
+    from swanlab.proto.swanlab.record.v1.record_pb2 import Record as Scalars
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from trackio.sqlite_storage import SQLiteStorage
+
+    found: dict[str, dict[tuple[int, str], float]] = defaultdict(dict)
+    events = EventAccumulator(str(run / "tensorboard"), size_guidance={"scalars": 0})
+    events.Reload()
+    for name in events.Tags()["scalars"]:
+        found["tensorboard"] |= {(e.step, name): e.value for e in events.Scalars(name)}
+    for record in TestWandb().records(run):
+        if record.HasField("history"):
+            row = {
+                each.key or "/".join(each.nested_key): json.loads(each.value_json)
+                for each in record.history.item
+            }
+            found["wandb"] |= {(int(row["_step"]), name): value for name, value in row.items()}
+    client = MlflowClient(uri)
+    place = client.get_experiment_by_name(project).experiment_id
+    (stored,) = client.search_runs([place])
+    for name in stored.data.metrics:
+        for each in client.get_metric_history(stored.info.run_id, name):
+            found["mlflow"][each.step, re.sub(r"_(\d+)$", r"@\1", name)] = each.value
+    (known,) = SQLiteStorage.get_run_records(project)
+    for row in SQLiteStorage.get_logs(project, known["name"], run_id=known["id"]):
+        found["trackio"] |= {(row["step"], name): value for name, value in row.items()}
+    for path in run.glob("swanlog/*/*.swanlab"):
+        for data in leveldb_records(path.read_bytes()):
+            record = Scalars.FromString(data)
+            if record.HasField("scalar"):
+                number = record.scalar.value.number
+                found["swanlab"][record.scalar.step, record.scalar.key] = number
+    return found
 
 
 def test_the_services_are_refused_without_their_packages() -> None:

@@ -33,7 +33,7 @@ def test_seconds_add_up_by_name_and_nest(clock: Clock) -> None:
     clock.now += 0.5
     assert taken(spans) == {
         "timing_s/rollout": 6.0,
-        "timing_s/rollout/generate": 4.0,
+        "timing_s/rollout.generate": 4.0,
         "timing_s/update": 4.0,
         "timing_s/step": 10.5,
     }
@@ -95,7 +95,7 @@ def test_seconds_are_added_to_those_of_a_line(clock: Clock) -> None:
         "timing_s/save": 2.0,
         "timing_s/step": 7.0,
         "perf/max_memory_gb/save": 0.0,
-        "perf/max_memory_gb": 0.0,
+        "perf/max_memory_gb/all": 0.0,
     }
 
 
@@ -138,9 +138,9 @@ def test_each_part_has_its_own_peak(memory: Memory, peaks: Spans) -> None:
     assert memory_of(peaks) == {
         "perf/max_memory_gb/rollout": 3.0,
         "perf/max_memory_gb/update": 2.0,
-        "perf/max_memory_gb": 7.0,
+        "perf/max_memory_gb/all": 7.0,
     }
-    assert memory_of(peaks) == {"perf/max_memory_gb": 7.0}
+    assert memory_of(peaks) == {"perf/max_memory_gb/all": 7.0}
 
 
 def test_a_part_within_another_is_that_ones(memory: Memory, peaks: Spans) -> None:
@@ -148,7 +148,7 @@ def test_a_part_within_another_is_that_ones(memory: Memory, peaks: Spans) -> Non
         memory.use(5)
         with peaks("inner"):
             memory.use(1)
-    assert set(memory_of(peaks)) == {"perf/max_memory_gb/update", "perf/max_memory_gb"}
+    assert set(memory_of(peaks)) == {"perf/max_memory_gb/update", "perf/max_memory_gb/all"}
 
 
 def test_a_part_that_comes_twice_keeps_the_larger(memory: Memory, peaks: Spans) -> None:

@@ -145,7 +145,11 @@ def _numbers(
     answers = [[*compress(*each)] for each in zip(answers, scored, strict=True)]
     worth = evaluation_stats(scores, answers, how.n, how.solved).values_by_name()
     all_of_it = rollout_stats(table).values_by_name()
-    parts = {name: x for name, x in all_of_it.items() if name.startswith("reward/parts/")}
+    parts = {
+        name.replace("reward/", "reward_", 1): x
+        for name, x in all_of_it.items()
+        if name.startswith("reward/parts/")
+    }
     return {
         **worth,
         "reward": all_of_it["reward/mean"],
