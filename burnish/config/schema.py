@@ -715,8 +715,8 @@ class TracesConfig(Section):
 class TrackingConfig(Section):
     """Logs, metrics and rollouts."""
 
-    rollouts_every: int = Field(10, ge=0)
-    """Steps between files of rollouts. Unless it is 0, the completions of every validation are written as well. 0: none."""
+    rollouts_every: Literal["auto"] | Annotated[int, Field(ge=0)] = "auto"
+    """Steps between files of rollouts; those of the first and the last step are written as well. auto: every step of a run of fewer than 50 steps, else every 10th. Unless it is 0, the completions of every validation are written too. 0: none."""
     rollouts_keep_gb: float = Field(5.0, gt=0)
     """Maximum size of rollout files, in GB (10⁹ bytes). The oldest are removed first. The best, worst and some random rollouts of each step are removed last."""
     rollout_tokens: bool = True

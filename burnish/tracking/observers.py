@@ -32,6 +32,9 @@ if TYPE_CHECKING:
 # least time between reports, largest share of time
 _REPORT_SECONDS = 60.0
 _REPORT_SHARE = 0.02
+# Steps between files of rollouts, except in runs of fewer steps than _SHORT_RUN.
+_ROLLOUTS_EVERY = 10
+_SHORT_RUN = 50
 # To send the rest of a stopped run.
 _STOP_SECONDS = 10.0
 
@@ -41,6 +44,8 @@ log = logging.getLogger("burnish")
 def _writes_rollouts(settings: TrackingConfig, step: int, total: int, validation: bool) -> bool:
     """Return whether the rollouts of a step of `total`, or of a validation after it, are written."""
     every = settings.rollouts_every
+    if every == "auto":
+        every = 1 if total < _SHORT_RUN else _ROLLOUTS_EVERY
     return every > 0 and (validation or step % every == 0 or step in (1, total))
 
 

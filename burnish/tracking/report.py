@@ -68,6 +68,8 @@ def write_report(run_dir: Path) -> Path:
     facts |= {"step": curves.last_step, "of": status.get(STEPS)}
     facts |= {key: status.get(key) for key in (STATE, REASON, ENDED)}
     facts["started"] = environment.get("started")
+    items = _attention(run, curves, status.get(STEPS))
+    facts["attention"] = len(items)
     answers = {
         "runs": {"runs": [facts]},
         "metrics": {
@@ -77,7 +79,7 @@ def write_report(run_dir: Path) -> Path:
             }
         },
         "rollouts": choose_examples(run.rollouts) or {"rows": []},
-        "attention": {"items": _attention(run, curves, status.get(STEPS))},
+        "attention": {"items": items},
         "config": {"text": {name: config}, "settings": [], "different": []},
         "environment": {"environment": environment},
     }

@@ -24,6 +24,7 @@ from burnish.files.remote import Remote
 from burnish.files.storage import LOCAL, open_regular
 from burnish.files.urls import Url
 from burnish.redaction import redacted
+from burnish.runs.ending import ending
 from burnish.tracking.attention import find_attention
 from burnish.tracking.curves import Curve, Curves
 from burnish.tracking.rollouts import Kind, rollouts_path
@@ -47,6 +48,8 @@ Answer = dict[str, Any]
 _VALIDATIONS = ("val/reward", "val/loss")
 _SHOWN = ("reward/mean", "train/loss", *_VALIDATIONS)
 _TIMING = "timing_s/"
+# Steps whose phases are shown beside each other.
+_RECENT = 20
 # Least seconds between two searches for runs.
 _WALK_SECONDS = 2.0
 # Bytes of a run's metrics that a list reads, from their end.
@@ -61,9 +64,15 @@ _FACTS = (
 _LISTED = ("step", "prompt_index", "sample", "reward", "length", "stop_reason", "source")
 # Characters of a text in a list.
 _PREVIEW = 300
+# Most characters of a completion in a prompt's history, and what is shown of each.
+_WHOLE = 4000
+_OF_SAMPLES = ("sample", "reward", "length", "stop_reason", "advantage")
 # Most bytes of a text that is shown, and of another file that is read.
 _TEXT_BYTES = 4 << 20
 _FILE_BYTES = 64 << 20
+_NAMES = ("name", "output_dir")
+_SECTIONS = ("model", "data", "method", "reward", "algorithm", "optim", "batch", "rollout", "seed", "steps", "epochs", "engine")  # fmt: skip
+"""Settings that say where a run lies, and the sections of which two runs differ most tellingly."""
 _PROFILE = re.compile(r"step-\d+\.rank-(\d{1,6})\.json\.gz")
 _LOG = re.compile(r"rank-(\d{1,6})\.log(?:\.(\d{1,3}))?")
 
@@ -239,9 +248,46 @@ class Answers:
         return {"tokens": None, **row, "id": query.id, "kind": kind, "trace": trace}
 
     def facets(self, query: Query) -> Answer:
-        """Return the values that can filter rollouts."""
+        """Return the values that can filter rollouts, and which steps have none."""
         kind = query.kind if "kind" in query.model_fields_set else None
-        return self._index(self._one(query)).facets(kind)
+        run = self._one(query)
+        index = self._index(run)
+        return index.facets(kind) | {"written": _written(index.steps(), self._read(run).last_step)}
+
+    def prompt(self, query: Query) -> Answer:
+        """Return what one prompt's samples were at each step, the newest step first."""
+        run = self._one(query)
+        index = self._index(run)
+        kind = query.kind if "kind" in query.model_fields_set else index.kind()
+        # A cursor is the step to go on from.
+        cursor = query.cursor or ""
+        last = min(query.to_step, int(cursor)) if cursor.isdecimal() else query.to_step
+        steps = query.from_step, last
+        history, following, total = index.history(kind, query.prompt or 0, steps, query.limit)
+        newest = history[0][1][0][1] if history else {}
+        return {
+            "kind": kind,
+            "prompt_index": query.prompt or 0,
+            **{name: newest.get(name) for name in ("prompt", "answer", "source")},
+            "steps": [
+                {
+                    "step": step,
+                    "mean": _mean([row["reward"] for _, row in rows]),
+                    "samples": [
+                        {
+                            "id": identity,
+                            **{name: row.get(name) for name in _OF_SAMPLES},
+                            "completion": str(row["completion"])[:_WHOLE],
+                            "cut": len(str(row["completion"])) > _WHOLE,
+                        }
+                        for identity, row in rows
+                    ],
+                }
+                for step, rows in history
+            ],
+            "next": following,
+            "total": total,
+        }
 
     def timeline(self, query: Query) -> Answer:
         """Return a step's phases: each rank's, if it was profiled, else one after another, from the seconds of each."""
@@ -256,7 +302,18 @@ class Answers:
             for rank, spans in sorted(ranks.items())
             if spans
         ]
-        return {"steps": list(total.steps) if total else [], "ranks": lanes}
+        steps = list(total.steps) if total else []
+        recent = steps[-_RECENT:]
+        outer = [name for name in curves if name.startswith(_TIMING) and name.count("/") == 1]
+        phases = [
+            {
+                "name": name.removeprefix(_TIMING),
+                "seconds": [curves[name].at(each) or 0.0 for each in recent],
+            }
+            for name in outer
+        ]
+        recently = {"steps": recent, "phases": phases}
+        return {"steps": steps, "ranks": lanes, "recent": recently}
 
     def _profiled(self, directory: Path, step: int) -> dict[int, list[Answer]]:
         phases_by_rank = {}
@@ -286,11 +343,15 @@ class Answers:
 
     def log(self, query: Query) -> Answer:
         """Return the last lines of a rank's log before an offset, across all its files."""
-        logs = self._within(self._one(query).root / "logs")
+        run = self._one(query)
+        logs = self._within(run.root / "logs")
         files = [match for path in logs.glob("*") if (match := _LOG.fullmatch(path.name))]
         of_rank = [match for match in files if int(match[1]) == query.rank]
         oldest_first = sorted(of_rank, key=lambda match: -int(match[2] or 0))
         paths = [logs / match[0] for match in oldest_first]
+        reason = None
+        with suppress(BurnishError, OSError):
+            reason = ending(run, is_copy=self._url is not None).reason
         text = b"".join(map(self._bytes, paths))  # five files of 10 MB at most
         end = len(text) if query.before is None else max(0, min(query.before, len(text)))
         begin = max(0, end - _TEXT_BYTES)
@@ -302,6 +363,7 @@ class Answers:
             "ranks": sorted({int(match[1]) for match in files}),
             "lines": [line.decode("utf-8", "replace").rstrip("\r\n") for line in shown],
             "before": before or None,
+            "reason": reason,
         }
 
     def config(self, query: Query) -> Answer:
@@ -313,6 +375,11 @@ class Answers:
             "text": texts,
             "settings": [{"setting": n, "values": values} for n, values in settings.items()],
             "different": [n for n, v in settings.items() if any(each != v[0] for each in v)],
+            "differences": [
+                {"setting": n, "values": settings[n]}
+                for n in sorted(settings, key=_weight)
+                if n not in _NAMES and any(each != settings[n][0] for each in settings[n])
+            ],
         }
 
     def environment(self, query: Query) -> Answer:
@@ -385,6 +452,34 @@ class Answers:
             if run.root not in self._indices:
                 self._indices[run.root] = RolloutIndex(self._within(run.rollouts))
             return self._indices[run.root]
+
+
+def _weight(setting: str) -> int:
+    """Return how late a setting stands among those that differ."""
+    section = setting.partition(".")[0]
+    return _SECTIONS.index(section) if section in _SECTIONS else len(_SECTIONS)
+
+
+def _written(steps: Sequence[int], last: int) -> Answer | None:
+    """Return which steps of a run have rollouts, and a sentence if others have none."""
+    if not steps:
+        return None
+    missing = last - len([step for step in steps if 1 <= step <= last])
+    shown = ", ".join(map(str, steps if len(steps) <= 6 else [*steps[:3], "…", *steps[-2:]]))
+    text = f"Rollouts of {len(steps)} of {last} steps are here: steps {shown}. tracking.rollouts_every=1 writes all."
+    return {"steps": len(steps), "of": last, "text": text if missing > 0 else None}
+
+
+def _mean(rewards: Sequence[Any]) -> float | None:
+    values = [value for each in rewards if math.isfinite(value := _number(each))]
+    return math.fsum(values) / len(values) if values else None
+
+
+def _number(value: Any) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError, OverflowError):
+        return math.nan
 
 
 def _phase(name: str, start: float, seconds: float) -> Answer:

@@ -217,6 +217,41 @@ class RolloutIndex:
         rest = following and ",".join(map(repr, following))
         return RolloutPage(page_rows, rest, total, unread, max(steps, default=None))
 
+    def history(
+        self, kind: Kind, prompt: int, between: tuple[int, int], limit: int
+    ) -> tuple[list[tuple[int, list[tuple[str, Row]]]], int | None, int]:
+        """Return a prompt's rollouts by id for each step, newest first, of up to `limit` steps; the last step of the rest, and their count.
+
+        Takes about a second at most.
+        """
+        deadline = time.monotonic() + _SEARCH_SECONDS
+        self._list_files()
+        first, last = between
+        listed = {
+            step: files for step, files in self._listed[kind].items() if first <= step <= last
+        }
+        self._read_soon(listed)
+        wanted = RolloutFilter(kind=kind, prompt=prompt)
+        history: list[tuple[int, list[tuple[str, Row]]]] = []
+        for step, files in listed.items():
+            is_late = history and time.monotonic() > deadline
+            if len(history) == limit or is_late:
+                return history, step, self._steps_of(wanted, listed)
+            rows = wanted.select(self._indexed(files).rows)
+            samples = [each for row in rows if (each := self._match(kind, files, row, ""))]
+            if samples:
+                history.append((step, samples))
+        return history, None, self._steps_of(wanted, listed)
+
+    def _steps_of(self, wanted: RolloutFilter, listed: Mapping[int, _StepFiles]) -> int:
+        """Return how many of the steps that were read have a rollout that is wanted."""
+        return len({row.later for row in self._known(wanted, listed)})
+
+    def steps(self) -> list[int]:
+        """Return the steps of training with rollouts, in order."""
+        self._list_files()
+        return sorted(self._listed["step"])
+
     def row(self, identity: str) -> Row:
         """Return one rollout as its file has it. Raises `MissingError`, and `CorruptError` for a damaged file."""
         match = _ID.fullmatch(identity)

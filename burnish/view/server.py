@@ -35,7 +35,7 @@ _OF_RUNS = (
     "config",
     "environment",
 )
-_OF_ROLLOUTS = ("rollouts", "rollout", "facets")
+_OF_ROLLOUTS = ("rollouts", "rollout", "facets", "prompt")
 _LIVE_SECONDS = 1.0
 _OWN_NAME = re.compile(r"(?:localhost|127\.0\.0\.1|\[::1\])(?::\d+)?")
 _FRESH = {"Cache-Control": "no-cache"}
