@@ -22,7 +22,7 @@ from burnish.config.schema import TrackingConfig
 from burnish.errors import CorruptError, UsageError
 from burnish.extend import TRACKERS
 from burnish.records import Rollout
-from burnish.tracking.observers import Observers
+from burnish.tracking.observers import Observers, wanted_rollouts
 from burnish.tracking.rollouts import rollout_files, sample_table
 from burnish.tracking.rundir import RunDirectory
 from burnish.tracking.tensorboard import TensorBoardTracker
@@ -249,17 +249,26 @@ def test_what_cannot_be_a_tracker_is_refused_before_a_run(tmp_path: Path, name: 
 
 
 def test_rollouts_are_written_where_they_are_due(tmp_path: Path) -> None:
-    for every, wanted in ((3, [1, 3, 6, 7]), (0, [])):
+    for every, wanted in (("auto", [*range(1, 8)]), (3, [1, 3, 6, 7]), (0, [])):
         run, told = observers(tmp_path / str(every), rollouts_every=every)
         for step in range(1, 8):
             score(told, step, [made_rollout()], [0.5])
         score(told, 2, [made_rollout()], None)
         told.close()
         assert [step for step, _ in rollout_files(run.rollouts)] == wanted
-        assert [step for step, _ in rollout_files(run.rollouts, "validation")] == [2] * (every > 0)
+        assert [step for step, _ in rollout_files(run.rollouts, "validation")] == [2] * (every != 0)
     run, told = observers(tmp_path / "3", step=3)
     told.close()
     assert [step for step, _ in rollout_files(run.rollouts)] == [1, 3]
+
+
+def test_a_long_run_writes_every_tenth_step() -> None:
+    settings = TrackingConfig.model_validate({"traces": {"local": False}})
+    table = table_of([made_rollout()])
+    for total, wanted in ((49, [*range(1, 50)]), (52, [1, 10, 20, 30, 40, 50, 52])):
+        steps = range(1, total + 1)
+        due = [n for n in steps if wanted_rollouts(settings, n, total, table, False) is not None]
+        assert due == wanted
 
 
 def test_a_run_goes_on_after_the_last_line_that_it_logged(tmp_path: Path) -> None:

@@ -327,6 +327,7 @@ def test_the_log(tmp_path: Path) -> None:
             "ranks": [0, 11],
             "lines": ["\ufffd"],
             "before": None,
+            "reason": None,
         }
         read: list[str] = []
         before = ""
