@@ -91,7 +91,7 @@ def _described(run: RunDirectory, parent: Path | None) -> dict[str, Any]:
     row["parent"] = None if parent is None else str(parent)
     try:
         curves = Curves(run.metrics).refresh()
-        return row | _facts(run, curves, describe(run, curves))
+        return row | _facts(run, curves, describe(run, curves), parent is not None)
     except BurnishError as error:
         problem = error.parts()
     except OSError as error:
@@ -101,11 +101,13 @@ def _described(run: RunDirectory, parent: Path | None) -> dict[str, Any]:
     return row | {"state": "unreadable", "reason": problem}
 
 
-def _facts(run: RunDirectory, curves: Curves, facts: Mapping[str, Any]) -> dict[str, Any]:
+def _facts(
+    run: RunDirectory, curves: Curves, facts: Mapping[str, Any], is_evaluation: bool
+) -> dict[str, Any]:
     names = ("state", "reason", "model", "step", "of", "started", "ended")
     last = {name: found for name in _SHOWN if (found := last_of(curves, name))}
     best = best_validation(curves)
-    score = main_score(curves)
+    score = main_score(curves) if is_evaluation else None
     steps = {path.name: str(path / "model") for path in committed_steps(run.root)}
     updated = datetime.fromtimestamp(facts["updated"], UTC).isoformat(timespec="seconds")
     return {

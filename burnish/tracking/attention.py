@@ -84,6 +84,12 @@ def _is_solved(numbers: Numbers) -> bool:
     return bool(rewards) and fmean(rewards) >= _SOLVED
 
 
+def _rises(numbers: Numbers) -> bool:
+    """Return whether the reward is well above that of the first steps: what may be wrong does not keep it from learning."""
+    rewards = _values(numbers, "reward/mean")
+    return len(rewards) >= _FEW and fmean(rewards[-5:]) > 1.2 * fmean(rewards[:5]) > 0
+
+
 def _found(
     numbers: Numbers,
     key: str,
@@ -133,7 +139,7 @@ def _cut_off(numbers: Numbers, settings: Settings) -> Iterator[Attention]:
     # A model that learns to stop is no reason to raise the limit.
     is_falling = fmean(values[-5:]) < 0.97 * max(_means(values, 5))
     limit = settings.get("rollout.max_response_length")
-    if share >= 0.3 and not is_falling:
+    if share >= 0.3 and not (is_falling or _rises(numbers)):
         setting = f"rollout.max_response_length={2 * limit}" if isinstance(limit, int) else None
         text = f"{_percent(share)} of completions are cut off at {limit} tokens"
         yield _found(numbers, "cut_off", metric, text, setting)
@@ -147,9 +153,7 @@ def _no_variance(numbers: Numbers, settings: Settings) -> Iterator[Attention]:
         return
     share = fmean(values[-_FEW:])
     # Where the reward rises, groups become equal because they are solved.
-    rewards = _values(numbers, "reward/mean")
-    rises = len(rewards) >= _FEW and fmean(rewards[-5:]) > 1.2 * fmean(rewards[:5]) > 0
-    if share >= (0.7 if rises else 0.5):
+    if share >= (0.7 if _rises(numbers) else 0.5):
         also = "rewards that differ within a group, easier or harder prompts"
         text = f"{_percent(share)} of groups teach nothing: their completions have equal rewards"
         setting = "algorithm.dynamic_sampling.enabled=true"
