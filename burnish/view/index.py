@@ -233,8 +233,9 @@ class RolloutIndex:
         self._read_soon(listed)
         wanted = RolloutFilter(kind=kind, prompt=prompt)
         history: list[tuple[int, list[tuple[str, Row]]]] = []
-        for step, files in listed.items():
-            is_late = history and time.monotonic() > deadline
+        for number, (step, files) in enumerate(listed.items()):
+            # A page goes on until it has read a step, however late it is.
+            is_late = number > 0 and time.monotonic() > deadline
             if len(history) == limit or is_late:
                 return history, step, self._steps_of(wanted, listed)
             rows = wanted.select(self._indexed(files).rows)
