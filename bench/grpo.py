@@ -151,7 +151,7 @@ class Ours:
         credit = update.assign_credit(groups, update.minibatches(groups))
         for batch in update.with_logprobs(credit.batches, self.step_number):
             self.engine.forward_backward(batch, self.loss).values()
-            self.engine.optim_step(config.optim.lr)
+            self.engine.optim_step(config.optim.peak_lr)
         marks.append(self.clock())
         self.step_number += 1
         self.collector.generator.load_weights(self.engine.published(), self.step_number)

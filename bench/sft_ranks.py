@@ -46,7 +46,7 @@ class Sft:
         start, (batch, lengths) = clock(self._device)(), self._next
         stats = self._engine.forward_backward(batch, sft_loss)
         self._next = self._made()
-        stats.merge(self._engine.optim_step(self._config.optim.lr)).values_by_name()
+        stats.merge(self._engine.optim_step(self._config.optim.peak_lr)).values_by_name()
         return clock(self._device)() - start, lengths
 
     def _made(self) -> tuple[Batch, list[int]]:

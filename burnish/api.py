@@ -263,8 +263,12 @@ def prepare(
     if ids := [text for text, kind in dict.fromkeys(entries) if HubPlace.of(text, kind)]:
         _log.info("looking for %s on the Hugging Face Hub", ", ".join(ids))
     before = beginning(values, config.directory, config.mirror_url)
+    is_open = values["optim"]["lr"] == "auto"
     pin(values, before, ask=False)
-    config = RunConfig.model_validate(values)
+    config = method.with_defaults(RunConfig.model_validate(values))
+    if is_open and method.trains and config.optim.lr != method.default_lr(config):
+        _log.info("optim.lr stays at %g, with which the run began", config.optim.lr)
+    values = config.model_dump()
     require_inputs(config, method, run_dir)
     pin(values, before, ask=place_of(os.environ).layout.world == 1)
     config = RunConfig.model_validate(values)

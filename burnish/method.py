@@ -55,6 +55,10 @@ class Method(ABC):
     """Sections and settings that it does not read; a run that sets them says so."""
     card: ClassVar[Sequence[str]] = ()
     """Settings that the README.md of a trained model shows."""
+    lr: ClassVar[float] = 1e-6
+    """What `optim.lr: auto` is where a whole model is trained."""
+    lora_lr: ClassVar[float] = 1e-5
+    """What `optim.lr: auto` is where an adapter is trained."""
 
     @property
     def command(self) -> list[str]:
@@ -90,6 +94,21 @@ class Method(ABC):
     def run_name(self, config: RunConfig) -> str:
         """Return the name of a run, by default the model's and this method's."""
         return config.name or f"{config.run_name}-{self.name}"
+
+    def default_lr(self, config: RunConfig) -> float:
+        """Return what `optim.lr: auto` is for a configuration: `lr` or `lora_lr`."""
+        return self.lora_lr if config.model.adapter else self.lr
+
+    def with_defaults(self, config: RunConfig) -> RunConfig:
+        """Return the configuration with numbers for `optim.lr: auto` and `model.lora.alpha: auto`."""
+        optim = config.optim
+        model = config.model
+        if self.trains and optim.lr == "auto":
+            optim = optim.model_copy(update={"lr": self.default_lr(config)})
+        if model.lora.rank:
+            lora = model.lora.model_copy(update={"alpha": model.lora.scale_alpha})
+            model = model.model_copy(update={"lora": lora})
+        return config.model_copy(update={"optim": optim, "model": model})
 
     # Before a run, without torch.
 

@@ -23,7 +23,7 @@ def learning_rate(step: int, total_steps: int, config: OptimConfig) -> float:
     """
     warmup = part_of(config.warmup_steps, total_steps)
     if step < warmup:
-        return config.lr * step / warmup
+        return config.peak_lr * step / warmup
     start = warmup
     if config.schedule == "wsd":
         start = max(warmup, total_steps - part_of(config.decay_steps, total_steps))
@@ -34,4 +34,4 @@ def learning_rate(step: int, total_steps: int, config: OptimConfig) -> float:
         height = (1 + math.cos(math.pi * progress)) / 2
     else:
         height = 1 - progress
-    return config.lr * (config.min_lr_ratio + (1 - config.min_lr_ratio) * height)
+    return config.peak_lr * (config.min_lr_ratio + (1 - config.min_lr_ratio) * height)

@@ -42,6 +42,9 @@ Share = Annotated[str, Field(pattern=r"^(\d{1,2}(\.\d+)?|100)%$")]
 """A share of all steps or rows: 10%. `burnish.config.shares` counts."""
 Epochs = Annotated[str, Field(pattern=r"^(\d+(\.\d+)?|\d+/[1-9]\d*) epochs?$")]
 """An interval in epochs: 1 epoch, 1/4 epoch, 0.5 epoch."""
+FORMER_LR = 1e-6
+FORMER_ALPHA = 32.0
+"""What `optim.lr` and `model.lora.alpha` were by default in earlier versions. Runs of that time keep them."""
 MomentDecay = Annotated[float, Field(ge=0, lt=1)]
 """AdamW's beta."""
 AdvantageName = Literal[
@@ -93,8 +96,8 @@ class LoraConfig(Section):
     """An adapter to continue from: a directory that PEFT wrote, such as step/model of an earlier run; a path, a hub's id or a URL. It determines rank, alpha, layers and scale. Resuming reads it again; `burnish eval` does not."""
     rank: int = Field(0, ge=0)
     """Width of a new adapter. 0: none, the whole model is trained."""
-    alpha: float = Field(32.0, gt=0)
-    """The adapter's output is scaled by alpha / rank."""
+    alpha: Literal["auto"] | Annotated[float, Field(gt=0)] = "auto"
+    """The adapter's output is scaled by alpha / rank. auto: 2 · rank, so that a higher rank alone changes no scale; with rslora 32, since that scale depends on the rank."""
     targets: list[str] = []
     """Linear layers by the last part of their names, such as q_proj; fused experts as experts.gate_up_proj and experts.down_proj. Default: all linear layers except the output layer, numbered ones and those that PEFT cannot adapt, which a warning names; and no experts."""
     rslora: bool = False
@@ -103,6 +106,22 @@ class LoraConfig(Section):
     """Share of each adapted layer's inputs that its adapter does not see in a training pass, as PEFT's lora_dropout. Log-probs before an update, validations and rollouts see all. Not for experts."""
     publish: MayChange[Literal["merged", "adapter"]] = "merged"
     """What the generator gets after each step. merged: the whole model with the adapter added to its weights, which decodes fastest. adapter: only A and B, which are few bytes; the generator computes with them beside the weights, as training does."""
+
+    @property
+    def scale_alpha(self) -> float:
+        """`alpha` as a number."""
+        if self.alpha != "auto":
+            return self.alpha
+        return FORMER_ALPHA if self.rslora else 2.0 * self.rank
+
+    @model_validator(mode="before")
+    @classmethod
+    def _forget_former_alpha(cls, value: Any) -> Any:
+        """Runs of earlier versions recorded an alpha where they had no adapter."""
+        is_open = isinstance(value, Mapping) and not value.get("rank")
+        if is_open and value.get("alpha") == FORMER_ALPHA:
+            return {name: each for name, each in value.items() if name != "alpha"}
+        return value
 
 
 class ModelConfig(Section):
@@ -200,8 +219,8 @@ class OptimConfig(Section):
 
     kind: Literal["adamw", "muon"] = "adamw"
     """adamw (arXiv 1711.05101). muon (arXiv 2502.16982): for the matrices of decoder layers, with adamw for the rest. Both use one learning rate."""
-    lr: float = Field(1e-6, ge=0)
-    """Peak learning rate."""
+    lr: Literal["auto"] | Annotated[float, Field(ge=0)] = "auto"
+    """Peak learning rate. auto: 1e-6 for RL and 1e-5 for SFT; with an adapter 1e-5 and 2e-4, since adapters learn best at 10 to 20 times the rate of whole models (Schulman et al. 2025, LoRA Without Regret). A method of your own says its own. The start of a run names the value."""
     schedule: Literal["constant", "linear", "cosine", "wsd"] = "constant"
     """What follows the warm-up. linear, cosine: decay to the end of the run. wsd: constant, then linear decay over `decay_steps`."""
     warmup_steps: Annotated[int, Field(ge=0)] | Share = 0
@@ -220,6 +239,11 @@ class OptimConfig(Section):
     """muon: decay of the momentum."""
     weight_decay: float = Field(0.0, ge=0)
     """Decoupled weight decay. It applies to matrices, not to norms and biases."""
+
+    @property
+    def peak_lr(self) -> float:
+        """`lr` as a number. A run has replaced auto (`burnish.Method.with_defaults`)."""
+        return float(self.lr)
 
 
 class DataConfig(Section):

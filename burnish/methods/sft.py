@@ -17,6 +17,9 @@ class SFT(OfflineMethod):
     name = "sft"
     title = "supervised fine-tuning"
     help = "Fine-tune a model on examples. The same command again resumes the run."
+    lr = 1e-5
+    # As QLoRA (arXiv 2305.14314), and recipes of TRL, axolotl and Unsloth.
+    lora_lr = 2e-4
 
     def loss(self, config: RunConfig) -> LossFn:
         """See `OfflineMethod.loss`."""

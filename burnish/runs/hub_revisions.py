@@ -1,4 +1,4 @@
-"""Pin what a run's settings leave open, for all its starts: newest steps of other runs, commits of the hub, the precision.
+"""Pin what a run's settings leave open, for all its starts: newest steps of other runs, commits of the hub, what is auto.
 
 config.yaml records them. Loads no torch.
 """
@@ -13,7 +13,7 @@ from typing import Any
 
 from burnish.checkpoint.steps import CommittedStep, small_files, step_number, verify_files
 from burnish.config.document import recorded
-from burnish.config.schema import LoraConfig, ModelConfig, RunConfig
+from burnish.config.schema import FORMER_ALPHA, FORMER_LR, LoraConfig, ModelConfig, RunConfig
 from burnish.errors import MissingError, of_setting
 from burnish.files.hub import HubPlace, Kind
 from burnish.tracking.rundir import CHECKPOINTS, LATEST, RunDirectory
@@ -78,8 +78,8 @@ def beginning(
     values: Mapping[str, Any], run_dir: Path, mirror: str | None = None
 ) -> Mapping[str, Any] | None:
     """Return the values that a run began with, here or on its `mirror`, if `values` leave something open."""
-    is_open = values["engine"]["precision"] == "auto" or any(_unpinned(values))
-    if not is_open or values["resume"] == "fresh":
+    is_open = any(section[key] == "auto" for section, key, _ in _autos(values))
+    if not (is_open or any(_unpinned(values))) or values["resume"] == "fresh":
         return None
     path = RunDirectory(run_dir).config
     if path.is_file():
@@ -98,13 +98,15 @@ def beginning(
 
 
 def pin(values: Mapping[str, Any], before: Mapping[str, Any] | None, *, ask: bool = True) -> None:
-    """Pin ids of the hub to their commits in `before`, else to the newest. Take an auto precision from `before`.
+    """Pin ids of the hub to their commits in `before`, else to the newest. Take what is auto from `before`.
 
     Without `ask`, ids that `before` lacks stay as they are.
     """
-    engine = values["engine"]
-    if before is not None and engine["precision"] == "auto":
-        engine["precision"] = before["engine"]["precision"]
+    pairs = () if before is None else zip(_autos(values), _autos(before), strict=True)
+    for (section, key, former), (recorded_section, *_) in pairs:
+        # Another learning rate than the former default was chosen, and only who chose it again goes on with it.
+        if section[key] == "auto" and former in (None, recorded_section[key]):
+            section[key] = recorded_section[key]
     began = {} if before is None else _commits(before)
     for section, key, place, setting in list(_unpinned(values)):
         if commit := began.get((setting, place.repo)):
@@ -117,6 +119,13 @@ def pin(values: Mapping[str, Any], before: Mapping[str, Any] | None, *, ask: boo
                 pinned = HubFiles.of(place).place
             _log.info("%s is at commit %s", place, pinned.commit)
             section[key] = str(pinned)
+
+
+def _autos(values: Mapping[str, Any]) -> Iterator[tuple[dict[str, Any], str, float | None]]:
+    """Yield each setting that may be auto, its section and key, and the default that earlier versions recorded."""
+    yield values["engine"], "precision", None
+    yield values["optim"], "lr", FORMER_LR
+    yield values["model"]["lora"], "alpha", FORMER_ALPHA
 
 
 def _unpinned(values: Mapping[str, Any]) -> Iterator[tuple[Any, Any, HubPlace, str]]:

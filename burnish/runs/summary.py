@@ -31,7 +31,16 @@ from burnish.method import Method
 from burnish.runs.preflight import data_sizes, is_asked_here, model_fields
 from burnish.runs.run_directory import committed_steps
 
-_BRIEF = ("model", "engine", "layout", "train on", "validate on", "length", "writes")
+_BRIEF = (
+    "model",
+    "engine",
+    "layout",
+    "train on",
+    "validate on",
+    "learning rate",
+    "length",
+    "writes",
+)
 _OF_MEASUREMENTS = ("completions", "measures")
 """Rows at the start of a run, and further ones at the start of a measurement."""
 # Most seconds for counting the rows of a data set.
@@ -79,7 +88,10 @@ def summary(
     budget = config.batch.tokens_per_device
     rows.append(("micro-batch", f"at most {budget} tokens on each device"))
     if method.trains:
-        rows.append(("learning rate", _learning_rate(config.optim)))
+        kind = f"{method.title}{' with an adapter' if config.model.adapter else ''}"
+        rows.append(
+            ("learning rate", _learning_rate(config.optim, method.default_lr(config), kind))
+        )
         length = count_text(config.steps or config.epochs, "step" if config.steps else "epoch")
         if count and not config.steps:
             steps = _steps(
@@ -143,11 +155,13 @@ def formula_rows(
     yield "reward", " + ".join(f"{weight:g} × {name}" for weight, name in parts)
 
 
-def _learning_rate(optim: OptimConfig) -> str:
+def _learning_rate(optim: OptimConfig, default: float, kind: str) -> str:
+    lr = default if optim.lr == "auto" else optim.lr
+    why = f" (the default for {kind})" if lr == default else ""
     steps = optim.warmup_steps
     length = count_text(steps, "step") if isinstance(steps, int) else f"{steps} of the steps"
     warmup = f", {length} of warm-up" if steps else ""
-    return f"{optim.lr:g}, {optim.schedule}{warmup}"
+    return f"{lr:g}{why}, {optim.schedule}{warmup}"
 
 
 def _output_rows(

@@ -99,7 +99,7 @@ def test_another_runs_directory_is_refused_with_both_values() -> None:
     RunIdentity("rl", with_("steps=3")).require_same(Path("runs/x"), RunConfig())
     with pytest.raises(IncompatibleError) as caught:
         RunIdentity("rl", with_("optim.lr=0.5", "steps=3")).require_same(
-            Path("runs/x"), with_("seed=1")
+            Path("runs/x"), with_("seed=1", "optim.lr=1e-6")
         )
     message = str(caught.value)
     assert caught.value.exit_code == 4

@@ -13,6 +13,8 @@ from support.nightly import by_day
 from support.runs.training_files import At, burnish, done, metrics, rollouts, write_rows
 from transformers import optimization
 
+from burnish.config.load import read_config
+
 HELD_OUT = ["data.validation=20%", "evaluation.every=1", "checkpoint.save_every=1"]
 
 
@@ -104,3 +106,22 @@ def test_another_share_does_not_resume(work):
     code, _ = burnish(work, *words[:3], "data.validation=[validation.jsonl]", "steps=2")
     assert code == 4
     done(work, *words, "steps=2")
+
+
+def test_a_run_keeps_the_learning_rate_that_it_began_with(work):
+    """The default of earlier versions, as they recorded it; a rate that was chosen is to be chosen again."""
+    settings = json.loads((work / "sft.yaml").read_text())
+    del settings["optim"]
+    (work / "open.yaml").write_text(json.dumps(settings))
+    for name, began, then in (("new", "auto", 1e-5), ("former", "1e-6", 1e-6)):
+        words = ["sft", "open.yaml", f"name={name}_rate"]
+        done(work, *words, f"optim.lr={began}", "steps=1")
+        run = done(work, *words, "steps=2")
+        assert [row["train/lr"] for row in metrics(run) if row["step"]] == [then, then]
+        assert read_config(run / "config.yaml").optim.lr == then
+    words = ["sft", "open.yaml", "name=chosen_rate"]
+    done(work, *words, "optim.lr=1e-3", "steps=1")
+    code, _ = burnish(work, *words, "steps=2")
+    assert code == 4
+    run = done(work, *words, "steps=2", "resume=fresh")
+    assert [row["train/lr"] for row in metrics(run) if row["step"]] == [1e-5, 1e-5]

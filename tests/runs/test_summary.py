@@ -81,9 +81,25 @@ def test_the_beginning_has_no_more_than_a_glance(data: Path) -> None:
     whole = rows_of(MODEL, "data.train=[seven.jsonl]", brief=False)
     brief = rows_of(MODEL, "data.train=[seven.jsonl]")
     assert brief.items() <= whole.items()
-    assert list(brief) == ["model", "engine", "train on", "length", "writes"]
+    assert list(brief) == ["model", "engine", "train on", "learning rate", "length", "writes"]
 
 
 def test_it_is_said_before_torch_is_loaded() -> None:
     program = "import sys, burnish.cli.run; assert not {'torch', 'numpy'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", program], check=True, capture_output=True)
+
+
+@pytest.mark.parametrize("command", ["sft", "rl"])
+@pytest.mark.parametrize("adapter", [[], ["model.lora.rank=4"]])
+def test_a_default_learning_rate_is_said_to_be_one(
+    data: Path, command: str, adapter: list[str]
+) -> None:
+    method = METHODS[command]
+    settings = [MODEL, "data.train=[seven.jsonl]", *adapter]
+    default = method.lora_lr if adapter else method.lr
+    said = rows_of(*settings, command=command)["learning rate"]
+    chosen = rows_of(*settings, "optim.lr=0.3", command=command)["learning rate"]
+    assert f"{default:g} " in said
+    assert method.title in said
+    assert "0.3" in chosen
+    assert method.title not in chosen

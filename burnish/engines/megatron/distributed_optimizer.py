@@ -155,7 +155,7 @@ def _settings(config: EngineConfig, optim: OptimConfig) -> OptimizerConfig:
     return OptimizerConfig(
         optimizer="adam",
         decoupled_weight_decay=True,
-        lr=optim.lr,
+        lr=0.0,  # `step` sets it
         weight_decay=optim.weight_decay,
         adam_beta1=optim.betas[0],
         adam_beta2=optim.betas[1],

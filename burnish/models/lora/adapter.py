@@ -429,7 +429,7 @@ def adapter_record(
         "base": url or str(base),
         "base_digest": model_digest(base),
         "rank": lora.rank,
-        "alpha": lora.alpha,
+        "alpha": lora.scale_alpha,
         "rslora": lora.rslora,
         "targets": kinds_of(weights),
         "fan_in_fan_out": _is_transposed(built, weights),

@@ -91,7 +91,7 @@ def peft_config(lora: LoraConfig, kinds: Sequence[str], is_transposed: bool = Fa
     """Return PEFT's description of an adapter, `is_transposed` for GPT-2's layers. Raises `UsageError` without PEFT."""
     return import_peft().LoraConfig(
         r=lora.rank,
-        lora_alpha=lora.alpha,
+        lora_alpha=lora.scale_alpha,
         lora_dropout=lora.dropout,
         use_rslora=lora.rslora,
         fan_in_fan_out=is_transposed,
