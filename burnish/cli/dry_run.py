@@ -28,12 +28,12 @@ def dry_run(args: Namespace, method: Method, config: RunConfig, run_dir: Path | 
     config, notices = prepare(config, method, world, run_dir)
     from burnish.runs.dry_run import set_up
 
-    setup = set_up(config, method, run_dir)
+    setup, row_lengths = set_up(config, method, run_dir)
     if devices is None:
         config = config.model_copy(update={"engine": setup.engine})
     if layout.is_main:
         plan_for = partial(planner_of, config, method)
-        memory = fit(plan_for, target) if method.trains else None
+        memory = list(fit(plan_for, target, row_lengths)) if method.trains else []
         paragraphs = (
             f"burnish {' '.join(method.command)} is ready to run",
             summary(config, method, world, run_dir, memory),

@@ -66,22 +66,41 @@ def run_plan(args: Namespace) -> None:
         raise planner.refusal(plans[0])
 
 
-def fit(plan_for: Callable[[Devices], Planner], devices: Devices | None) -> str:
-    """Return a dry run's line about memory. Raises `UsageError` if the run cannot be divided or does not fit."""
+def fit(
+    plan_for: Callable[..., Planner], devices: Devices | None, row_lengths: Sequence[int] = ()
+) -> Iterator[tuple[str, str]]:
+    """Yield a dry run's rows about memory and time: for the first rows' mean and longest length, and for the limits.
+
+    Raises `UsageError` if the run cannot be divided or does not fit.
+    """
     if devices is None:
-        return "not planned: this machine's accelerator is not known"
+        yield "memory", "not planned: this machine's accelerator is not known"
+        return
     try:
         planner = plan_for(devices)
     except UsageError as error:  # a family that the planner does not know may still be trained
-        return f"not planned: {error.problem}"
+        yield "memory", f"not planned: {error.problem}"
+        return
     plan, refused = planner.as_configured()
     if refused is not None or plan is None:
         why = refused or UsageError("this run cannot be planned")
         do = "; ".join(filter(None, [why.do, "burnish plan CONFIG --devices shows what fits"]))
         raise type(why)(why.problem, have=why.have, want=why.want, do=do)
-    return (
+    if row_lengths:
+        mean = round(sum(row_lengths) / len(row_lengths))
+        rows = f"the first {count_text(len(row_lengths), 'row')}, of {mean} tokens on average, at most {max(row_lengths)}"
+        typical = plan_for(devices, mean)
+        shown, _ = typical.as_configured()
+        if shown is not None:
+            seconds = _duration(shown.step_seconds)
+            yield (
+                "as rows are",
+                f"{bytes_text(shown.need)}; {seconds} a step of {_sequences(typical)}; {rows}",
+            )
+    yield (
+        "at most",
         f"{bytes_text(plan.need)} of {bytes_text(devices.usable)} on each of {devices}, most in "
-        f"{plan.fullest}; {_duration(plan.step_seconds)} a step of {_sequences(planner)}"
+        f"{plan.fullest}; {_duration(plan.step_seconds)} a step of {_sequences(planner)}",
     )
 
 

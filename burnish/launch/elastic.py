@@ -72,8 +72,10 @@ def _devices(world: int, here: int | None) -> Devices:
     return devices or Devices(world, "CPU", math.inf, Accelerator(1e12, math.inf, 1e12, 1e12))
 
 
-def planner_of(config: RunConfig, method: Method, devices: Devices) -> Planner:
-    """Make the planner of a configuration. Raises `UsageError` for a model that it does not know."""
+def planner_of(
+    config: RunConfig, method: Method, devices: Devices, row_tokens: int | None = None
+) -> Planner:
+    """Make the planner of a configuration, for rows of so many tokens or as long as allowed. Raises `UsageError` for a model that it does not know."""
     config = at_newest_steps(config.model_dump(), config.directory)
     if (adapter := config.model.lora.path) is not None:
         with of_setting("model.lora.path"):
@@ -86,5 +88,13 @@ def planner_of(config: RunConfig, method: Method, devices: Devices) -> Planner:
     judges = config.reward.models if method.generates else ()
     with of_setting("reward.models"):
         shapes = [ModelShape.of(model_fields(ModelConfig(path=judge.path))) for judge in judges]
-    shape = ModelShape.of(model_fields(config.model))
-    return Planner(shape, config, method, devices, shapes)
+    fields = model_fields(config.model)
+    return Planner(
+        ModelShape.of(fields),
+        config,
+        method,
+        devices,
+        shapes,
+        positions=fields.get("max_position_embeddings") or None,
+        row_tokens=row_tokens,
+    )

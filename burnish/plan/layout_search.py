@@ -116,8 +116,11 @@ class Planner:
         method: PlannedMethod,
         devices: Devices,
         judges: Sequence[ModelShape] = (),
+        *,
+        positions: int | None = None,
+        row_tokens: int | None = None,
     ) -> None:
-        """Take the shapes of the policy and of `reward.models`.
+        """Take the shapes of the policy and of `reward.models`. Sequences have at most `positions` tokens, and rows `row_tokens` if that is known.
 
         Raises `UsageError` for a model that the engine does not compute, `IncompatibleError` for an adapter of missing layers.
         """
@@ -138,6 +141,8 @@ class Planner:
         self.model = PlannedModel(shape, config.model.adapter)
         self.model.require_targets()
         work = method.workload(config)
+        work = work if row_tokens is None else work.of_rows(row_tokens)
+        work = work.within(positions)
         self.work = replace(work, saves_in_background=config.checkpoint.background)
         """The sequences of a step."""
         self._judges = [PlannedModel(judge, scores_values=True) for judge in judges]

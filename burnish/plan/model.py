@@ -411,6 +411,19 @@ class Workload:
             is_replayed=replay == "rollout" or (replay == "recompute" and several),
         )
 
+    def within(self, positions: int | None) -> Self:
+        """Return the work with sequences of at most as many tokens as the model has positions."""
+        if positions is None or self.length <= positions:
+            return self
+        trained = min(self.trained, positions)
+        return replace(self, trained=trained, prompt=positions - trained)
+
+    def of_rows(self, tokens: int) -> Self:
+        """Return the work with rows of so many tokens: whole sequences, or prompts of completions as long as allowed."""
+        if self.prompt:
+            return replace(self, prompt=tokens)
+        return replace(self, trained=tokens)
+
     @property
     def alone(self) -> Self:
         """The work of a critic or reward model."""

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from burnish.config.schema import RunConfig
-from burnish.data.tasks import Mixture, PromptDataset
+from burnish.data.tasks import Mixture, PromptDataset, RowDataset
 from burnish.distributed.device import pick_device
 from burnish.distributed.layout import Layout
 from burnish.errors import BurnishError, UsageError, together
@@ -39,12 +39,15 @@ _ROWS = 512
 """Rows of each data set that are tokenized."""
 
 
-def set_up(config: RunConfig, method: Method, run_dir: Path | None = None) -> RunConfig:
-    """Set `method` up without weights, and return the configuration that a run would record.
+def set_up(
+    config: RunConfig, method: Method, run_dir: Path | None = None
+) -> tuple[RunConfig, list[int]]:
+    """Set `method` up without weights. Return the configuration that a run would record, and the tokens of its first rows.
 
     Raises the errors that the run would raise, joined into one.
     """
     errors: list[BurnishError] = []
+    lengths: list[int] = []
     if run_dir is not None:
         model, _ = newest_model(run_dir, config.model)
         config = config.model_copy(update={"model": model})
@@ -80,11 +83,13 @@ def set_up(config: RunConfig, method: Method, run_dir: Path | None = None) -> Ru
                 with _collecting(errors):
                     dataset = _first_rows(foundation, name, method, pool)
                     first = dataset if name == names[0] else None
+                    if name == "train" and isinstance(dataset, RowDataset):
+                        lengths = dataset.lengths.tolist()
                     if pool is not None and isinstance(first, PromptDataset | Mixture):
                         pool.require_answer(first[0], first.first_row)
     if errors:
         raise together(errors, "the setup of this run")
-    return config
+    return config, lengths
 
 
 def _require_generator(foundation: Foundation, device: torch.device) -> None:

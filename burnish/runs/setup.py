@@ -453,9 +453,12 @@ def example_dataset(
     rows = _rows(foundation, paths, setting, progress).first(first)
     limits = {"data.max_length": min(data.max_length or budget, budget)}
     limits |= rotary_limits(foundation.hf_config)
+    layout = foundation.layout
+    most = min(length_limits(foundation.hf_config).values(), default=0)
+    if setting == "data.train" and 0 < most < (data.max_length or 0) and layout.is_main:
+        _log.warning("data.max_length=%d is beyond the model's %d positions", data.max_length, most)
     name = min(limits, key=limits.__getitem__)
     tokenizer = foundation.tokenizer
-    layout = foundation.layout
     ends = foundation.eos_token_ids
     from burnish.data.examples import ExampleDataset
 

@@ -55,7 +55,7 @@ def summary(
     method: Method,
     world: int,
     run_dir: Path | None = None,
-    memory: str | None = None,
+    memory: Sequence[Row] = (),
     *,
     brief: bool = False,
 ) -> str:
@@ -65,9 +65,11 @@ def summary(
     processes = count_text(world, "process")
     count = parameter_count(config.model)
     size = f", {count:,} parameters" if count else ""
+    # What "auto" is, a run says once it has measured the processor.
+    precision = "" if engine.precision == "auto" else f"precision {engine.precision}"
     rows = [
         ("model", f"{_model(config.model, run_dir)}{size}"),
-        ("engine", f"{engine.kind}, precision {engine.precision}, {processes}"),
+        ("engine", ", ".join(filter(None, (engine.kind, precision, processes)))),
     ]
     if not method.trains and config.rollout.engine == "openai":
         rows = [("model", f"{config.rollout.model} at {config.rollout.url}")]
@@ -101,7 +103,7 @@ def summary(
         rows.append(("length", length))
         saved = [] if config.resume == "fresh" else committed_steps(config.directory)
         rows += _output_rows(config.checkpoint, config.directory, config.mirror_url, saved)
-    rows += [("memory", memory)] if memory else []
+    rows += memory
     if brief:
         named = _BRIEF if method.trains else (*_BRIEF, *_OF_MEASUREMENTS)
         rows = [row for row in rows if row[0] in named]
