@@ -40,7 +40,7 @@ Burnish post-trains language models: supervised fine-tuning and reinforcement le
   burnish config check CONFIG                check that settings exist and fit together
   burnish config show CONFIG                 print every setting and its origin
   burnish config explain [KEY]               explain a setting
-  burnish config translate FILE|ARGUMENTS    turn verl's or TRL's arguments into CONFIG
+  burnish config translate FILE|ARGUMENTS    turn another framework's into CONFIG
 
 CONFIG is a YAML file. Settings may follow it, such as optim.lr=1e-6 rollout.n=8, or
 replace it:
@@ -145,7 +145,7 @@ _COMMANDS = {
     "config translate": (
         "translate:run_translate",
         "FILE|ARGUMENTS",
-        "Print a configuration from arguments of verl, TRL or OpenRLHF. Arguments without a counterpart become comments.",
+        "Print a configuration from a script, file or arguments of verl, TRL, OpenRLHF, axolotl, LLaMA-Factory, open-r1 or prime-rl. What it does not show becomes comments.",
     ),
     "config schema": (
         "settings:schema",

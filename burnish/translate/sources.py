@@ -16,8 +16,8 @@ from burnish.translate.foreign_arguments import Arguments
 from burnish.translate.shell_variables import Variables
 
 _NAME = re.compile(r"\+{0,2}[A-Za-z_][\w.]*")
-_ENVIRONMENT = re.compile(r"[A-Z_][A-Z0-9_]*=.*")
-"""A word that sets an environment variable. No framework has a setting without a lower-case letter."""
+_ENVIRONMENT = re.compile(r"[A-Z_]\w*=.*", re.S)
+"""A word that sets an environment variable. No framework has a setting that begins with a capital."""
 _ENDS_OF_A_COMMAND = ("&&", "||", "|", ";", "&")
 _YAML = (".yaml", ".yml")
 _TOML = ".toml"
@@ -110,8 +110,9 @@ def _of_words(words: Sequence[str], variables: Variables | None = None) -> Argum
         if word.startswith("--"):
             name = name.replace("-", "_")
         owner = name.lstrip("+")
-        if _ENVIRONMENT.fullmatch(word) and not arguments:
+        if (_ENVIRONMENT.fullmatch(word) and not arguments) or "-m" in (word, *program[-1:]):
             program.append(word)
+            flag = ""
             continue
         if equals and _NAME.fullmatch(name):
             arguments[owner] = _value(text)

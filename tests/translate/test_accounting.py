@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -22,6 +24,8 @@ KNOWN = sorted(
     if "[" not in name  # a setting of a list's item
 )
 """Every name that a table of another framework has, and every name that is one here."""
+OF_VERL = (Path(__file__).parent / "verl_names.txt").read_text().split()
+"""Names of arguments that scripts for verl's PPO, DAPO and SFT programs give."""
 SECTIONS = ["", "actor_rollout_ref.actor.", "actor_rollout_ref.ref.", "critic.", "trainer.", "x."]
 COUNT = re.compile(
     r"^# (\d+) settings?: (\d+) carried, (\d+) as by default, (\d+) have no counterpart, "
@@ -74,3 +78,75 @@ def test_a_word_that_is_no_argument_is_named() -> None:
     text = translate_arguments(["trl", "sft", "--seed", "1", "--bf16=true", "stray", "~x"])
     assert {"#   stray: no argument", "#   ~x: no argument"} <= set(text.splitlines())
     assert text.rstrip().endswith(" 2 left for you to decide, 0 lost")
+
+
+@pytest.mark.nightly
+def test_all_names_that_scripts_of_verl_give_are_in_one_list() -> None:
+    text = translate_arguments([f"{name}=1" for name in OF_VERL])
+    check_account(text, set(OF_VERL))
+    kept = re.findall(r"^#   ([^\s=]+)=.*: (?:not known|did you mean)", text, re.M)
+    assert len(kept) < len(OF_VERL) / 5, "most names have an answer"
+
+
+@pytest.mark.parametrize(
+    ("words", "settings"),
+    [
+        (
+            "data.filter_overlong_prompts=true data.truncation=error",
+            {"data": {"max_prompt_length": 512}},
+        ),
+        ("data.truncation=error", {"data": {"max_prompt_length": 512, "overlong": "error"}}),
+        (
+            "actor.optim.lr_warmup_steps_ratio=0.05",
+            {"optim": {"weight_decay": 0.01, "warmup_steps": "5%"}},
+        ),
+        ("trainer.save_freq=-1", {"checkpoint": {"save_every": 0}}),
+        ("trainer.logger=[swanlab]", {"tracking": {"trackers": ["swanlab"]}}),
+        ("trainer.logger=[console]", {}),
+        (
+            "reward.reward_kwargs.overlong_buffer_cfg.enable=true reward.reward_kwargs.overlong_buffer_cfg.len=512",
+            {
+                "algorithm": {
+                    "advantage": "gae",
+                    "policy_loss": {"dual_clip": 3.0},
+                    "overlong": {"buffer": 512},
+                }
+            },
+        ),
+        (
+            "algorithm.use_kl_in_reward=true algorithm.kl_ctrl.kl_coef=0.1 actor.policy_loss.loss_mode=gspo",
+            {
+                "algorithm": {
+                    "advantage": "gae",
+                    "policy_loss": "gspo",
+                    "kl": {"coef": 0.1, "place": "reward", "estimator": "k1"},
+                }
+            },
+        ),
+        (
+            "algorithm.adv_estimator=grpo algorithm.norm_adv_by_std_in_grpo=false critic.optim.lr=1",
+            {"algorithm": {"advantage": "dr_grpo", "policy_loss": {"dual_clip": 3.0}}},
+        ),
+        (
+            "model_engine=megatron actor_rollout_ref.ref.megatron.pipeline_model_parallel_size=4",
+            {"engine": {"kind": "megatron"}},
+        ),
+    ],
+)
+def test_what_several_arguments_of_verl_mean(words: str, settings: dict[str, Any]) -> None:
+    words = "actor_rollout_ref.rollout.n=4 " + words.replace(" actor.", " actor_rollout_ref.actor.")
+    got = yaml.safe_load(translate_arguments(words.split()))
+    for section, values in settings.items():
+        assert got[section] == values
+    if not settings:
+        assert "tracking" not in got
+
+
+def test_verls_program_on_demonstrations() -> None:
+    words = "torchrun --nnodes=1 --nproc_per_node=8 -m verl.trainer.sft_trainer model.path=m data.train_files=a.parquet"
+    got = yaml.safe_load(
+        translate_arguments([*words.split(), "optim.lr=2e-5", "data.messages_key=turns"])
+    )
+    assert (got["batch"], got["epochs"]) == ({"examples": 256}, 4)
+    assert (got["optim"]["lr"], got["data"]["messages_column"]) == (2e-5, "turns")
+    assert (got["data"]["max_length"], "rollout" in got) == (1024, False)
