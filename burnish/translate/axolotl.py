@@ -123,6 +123,8 @@ def _lora(arguments: Arguments) -> None:
 
 def _intervals(arguments: Arguments) -> None:
     """Carry several evaluations and saves per epoch."""
+    if not arguments.look_up("val_set_size") and not arguments.look_up("test_datasets"):
+        arguments.drop("there is nothing to validate on", "evals_per_epoch", "eval_steps")
     keys = {"evals_per_epoch": "evaluation.every", "saves_per_epoch": "checkpoint.save_every"}
     for name, key in keys.items():
         count = arguments.number(name)

@@ -38,10 +38,10 @@ def _recognizes(arguments: Arguments) -> bool:
 
 def _generates(arguments: Arguments) -> bool:
     """Raise `UsageError` for a stage that is not supported."""
-    stage = arguments.given.get("stage", "sft")
+    stage = arguments.given.get("stage") or "sft"
     if stage not in _STAGES:
         raise refuse_preferences("LLaMA-Factory", f"stage {stage}")
-    kind = arguments.given.get("finetuning_type", "lora")
+    kind = arguments.given.get("finetuning_type") or "lora"
     if kind not in ("lora", "full"):
         raise UsageError(
             f"LLaMA-Factory's finetuning_type {kind} has no counterpart",
@@ -78,7 +78,7 @@ def _lora(arguments: Arguments) -> None:
         arguments.carry({}, "finetuning_type")
         return
     arguments.imply({"lora_rank": _RANK})
-    rank = arguments.number("lora_rank")
+    rank = arguments.number("lora_rank") or _RANK
     settings = lora_settings(arguments, "lora_rank", 2 * rank)
     arguments.carry(settings, "finetuning_type", "lora_rank", "lora_alpha")
 

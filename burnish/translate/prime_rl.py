@@ -42,6 +42,13 @@ def _defaults(arguments: Arguments) -> Mapping[str, Any]:
 
 def _combine(arguments: Arguments) -> None:
     _betas(arguments)
+    arguments.drop(
+        "prime-rl evaluates on environments, which are not supported yet",
+        "eval.interval",
+        "eval.num_examples",
+        "eval.group_size",
+        "eval.sampling.max_completion_tokens",
+    )
     if arguments.look_up("monitors.wandb.project") or arguments.look_up("monitors.wandb.name"):
         arguments.carry({"tracking.trackers": ["wandb"]}, "monitors.wandb.project")
     if _generates(arguments):

@@ -146,6 +146,6 @@ def lora_settings(arguments: Arguments, rank: str, alpha: float) -> dict[str, An
     """Return the rank and scale of an adapter; `alpha` is the scale if none is given."""
     given = arguments.number("lora_alpha")
     return {
-        "model.lora.rank": arguments.number(rank),
+        "model.lora.rank": arguments.number(rank) or 0,
         "model.lora.alpha": alpha if given is None else given,
     }

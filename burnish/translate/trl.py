@@ -269,7 +269,12 @@ def _generates(arguments: Arguments) -> bool:
     return trainer_of(arguments) != "sft"
 
 
-_OF_OPEN_R1 = {"max_completion_length": 256, "max_prompt_length": 512, "num_generations": 8}
+_OF_OPEN_R1 = {
+    "max_completion_length": 256,
+    "max_prompt_length": 512,
+    "num_generations": 8,
+    "dataset_prompt_column": "prompt",
+}
 """What GRPO of TRL 0.18 does, which open-r1 asks for."""
 
 
@@ -288,6 +293,10 @@ def _combine_open_r1(arguments: Arguments) -> None:
             "reward_funcs",
             "reward_weights",
         )
+    column = arguments.look_up("dataset_prompt_column")
+    if column:  # its text becomes a user's message
+        settings = {"data.prompt_column": column, "data.string_prompts": "user"}
+        arguments.carry(settings, "dataset_prompt_column")
     combine_trl(arguments)
 
 

@@ -1,0 +1,161 @@
+"""Configurations of each framework: its names, its defaults, and what it trains that has no counterpart."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from transformers import TrainingArguments
+
+from burnish.config.foreign_names import known_ending
+from burnish.config.keys import known_keys
+from burnish.errors import UsageError
+from burnish.translate.translation import translate_arguments
+
+NAMES: dict[str, list[str]] = yaml.safe_load(
+    (Path(__file__).parent / "argument_names.yaml").read_text()
+)
+TABLES = {
+    "TRL": ("trl", ["trl", "grpo"]),
+    "open-r1": ("open_r1", ["open_r1/grpo.py"]),
+    "OpenRLHF": ("openrlhf", ["openrlhf.cli.train_ppo_ray"]),
+    "axolotl": ("axolotl", ["axolotl", "train"]),
+    "LLaMA-Factory": ("llama_factory", ["llamafactory-cli", "train"]),
+    "prime-rl": ("prime_rl", []),
+}
+"""The table of a framework, and the words that begin its command."""
+TOGETHER = {"optim", "datasets", "config"}
+"""Names that a framework's module reads, and no table."""
+
+
+def settings_of(words: str) -> dict[str, Any]:
+    settings: dict[str, Any] = yaml.safe_load(translate_arguments(words.split()))
+    return settings
+
+
+@pytest.mark.parametrize("framework", TABLES)
+def test_every_name_in_published_examples_is_known_and_none_is_lost(framework: str) -> None:
+    table, program = TABLES[framework]
+    names = [name for name in NAMES[framework] if name not in TOGETHER]
+    assert [name for name in names if known_ending(name, table) is None] == []
+    plain = [name for name in names if "[" not in name and "-" not in name]
+    text = translate_arguments([*program, *(f"{name}=null" for name in plain)])
+    assert text.rstrip().endswith(" 0 lost")
+    assert f"# {len(plain)} settings: " in text
+
+
+def test_use_peft_of_trl_is_an_adapter_by_its_defaults() -> None:
+    command = "trl sft --model_name_or_path m --dataset_name d --learning_rate 1e-4"
+    adapter = settings_of(f"{command} --use_peft")["model"]["lora"]
+    assert adapter == {"rank": 16, "targets": ["q_proj", "v_proj"], "dropout": 0.05}  # alpha: 32
+    given = settings_of(f"{command} --use_peft --lora_r 64 --lora_alpha 16 --lora_dropout 0")
+    assert (given["model"]["lora"]["rank"], given["model"]["lora"]["alpha"]) == (64, 16)
+    assert "lora" not in settings_of(f"{command} --lora_r 8")["model"]
+
+
+def test_the_trainers_defaults_are_those_of_transformers(tmp_path: Path) -> None:
+    real = TrainingArguments(output_dir=str(tmp_path), report_to=[])
+    settings = settings_of("llamafactory-cli train --stage sft --model_name_or_path m")
+    assert settings["optim"]["lr"] == real.learning_rate
+    assert settings["optim"]["schedule"] == real.lr_scheduler_type
+    assert settings["epochs"] == real.num_train_epochs
+    assert settings["batch"]["examples"] == real.per_device_train_batch_size
+
+
+@pytest.mark.parametrize("rank", [8, 32])
+def test_alpha_of_llama_factory_is_twice_the_rank(rank: int) -> None:
+    adapter = settings_of(f"llamafactory-cli train --stage sft --lora_rank {rank}")["model"]["lora"]
+    assert (adapter["rank"], adapter.get("alpha", 32)) == (rank, 2 * rank)
+    full = settings_of("llamafactory-cli train --finetuning_type full --model_name_or_path m")
+    assert "lora" not in full["model"]
+
+
+def test_a_wait_without_end_is_not_carried() -> None:
+    words = "llamafactory-cli train --stage sft --learning_rate 1e-5 --ddp_timeout "
+    assert "distributed" not in settings_of(words + "180000000")
+    assert settings_of(words + "1800")["distributed"] == {"timeout_seconds": 1800}
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "trl dpo --model_name_or_path m",
+        "python trl/scripts/dpo.py --beta 0.1",
+        "llamafactory-cli train --stage dpo --pref_beta 0.1",
+        "llamafactory-cli train --stage rm",
+        "llamafactory-cli train --finetuning_type oft",
+        "axolotl train rl=dpo base_model=m",
+        "axolotl train reward_model=true",
+        "openrlhf.cli.train_dpo --model.beta 0.1",
+        "foo=1 bar=2",
+        "base_model=m stage=sft",
+    ],
+)
+def test_what_has_no_counterpart_is_refused_rather_than_translated(words: str) -> None:
+    with pytest.raises(UsageError):
+        translate_arguments(words.split())
+
+
+def test_openrlhfs_dotted_and_flat_arguments_mean_the_same() -> None:
+    dotted = settings_of(
+        "openrlhf.cli.train_ppo_ray --actor.model_name_or_path m --actor.adam.lr 5e-7 --rollout.batch_size 128 "
+        "--rollout.n_samples_per_prompt 8 --train.batch_size 512 --algo.advantage.estimator group_norm "
+        "--algo.kl.init_coef 1e-3 --actor.eps_clip_low_high 0.2 0.27 --reward.remote_url r.py"
+    )
+    flat = settings_of(
+        "openrlhf.cli.train_ppo_ray --pretrain m --actor_learning_rate 5e-7 --rollout_batch_size 128 "
+        "--n_samples_per_prompt 8 --train_batch_size 512 --advantage_estimator group_norm "
+        "--init_kl_coef 1e-3 --eps_clip_low_high 0.2 0.27 --remote_rm_url r.py"
+    )
+    assert dotted == flat
+    assert dotted["batch"] == {"prompts": 128, "minibatches": 2}
+    assert (dotted["optim"]["lr"], dotted["algorithm"]["clip_high"]) == (5e-7, 0.27)
+    assert dotted["algorithm"]["kl"] == {"coef": 1e-3, "estimator": "k1", "place": "reward"}
+
+
+def test_axolotls_yaml(tmp_path: Path) -> None:
+    path = tmp_path / "lora.yml"
+    path.write_text(
+        "base_model: m\ndatasets:\n  - {path: org/data, type: alpaca}\nval_set_size: 0.05\nadapter: lora\nlora_r: 8\n"
+        "lora_alpha: 16\nlora_target_linear: true\nmicro_batch_size: 2\ngradient_accumulation_steps: 4\nnum_epochs: 3\n"
+        "warmup_ratio: 0.1\nevals_per_epoch: 4\nsaves_per_epoch: 1\nlearning_rate: 0.0002\nsequence_len: 4096\n"
+    )
+    settings = yaml.safe_load(translate_arguments([str(path)]))
+    assert settings["data"] == {"train": ["org/data"], "validation": ["5%"], "max_length": 4096}
+    assert settings["model"] == {"path": "m", "lora": {"rank": 8, "alpha": 16}}
+    assert (settings["batch"], settings["epochs"]) == ({"examples": 8}, 3)
+    assert settings["optim"] == {"lr": 0.0002, "schedule": "cosine", "warmup_steps": "10%"}
+    assert settings["evaluation"] == {"every": "1/4 epoch"}
+    assert settings["checkpoint"] == {"save_every": "1 epoch"}
+
+
+def test_prime_rls_toml(tmp_path: Path) -> None:
+    path = tmp_path / "rl.toml"
+    path.write_text(
+        'max_steps = 20\nseq_len = 2048\n[model]\nname = "m"\n[orchestrator]\nbatch_size = 128\ngroup_size = 16\n'
+        "[orchestrator.train.sampling]\nmax_completion_tokens = 128\n[trainer.optim]\nlr = 3e-6\n"
+        '[[orchestrator.train.source]]\nname = "reverse-text"\n'
+    )
+    text = translate_arguments([str(path)])
+    settings = yaml.safe_load(text)
+    assert (settings["steps"], settings["model"], settings["optim"]["lr"]) == (
+        20,
+        {"path": "m"},
+        3e-6,
+    )
+    assert (settings["batch"], settings["rollout"]["n"]) == ({"prompts": 8}, 16)
+    assert settings["rollout"]["max_response_length"] == 128
+    assert settings["data"] == {"max_prompt_length": 1920}
+    assert "orchestrator.train.source=" in text
+    assert set(settings) <= set(known_keys())
+
+
+def test_open_r1s_rewards_are_left_to_the_person() -> None:
+    text = translate_arguments(
+        ["open_r1/grpo.py", "--reward_funcs", "accuracy", "format", "--report_to", "wandb"]
+    )
+    assert "reward" not in yaml.safe_load(text)
+    assert yaml.safe_load(text)["tracking"] == {"trackers": ["wandb"]}
+    assert "#   reward_funcs=[accuracy, format]" in text
