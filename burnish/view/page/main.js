@@ -20,7 +20,7 @@ const TABS = [
 ].filter(([view]) => !frozen || ["charts", "rollouts", "config"].includes(view));
 const KEYS = [
   ["j k", "next and previous row or rollout"], ["Enter", "open it"], ["← →", "other samples of a prompt; other steps"], ["/", "search"],
-  ["b", "side by side"], ["x", "choose a run"], ["s", "smooth lines"], ["d", "dark or light"], ["g h", "all runs"],
+  ["b", "side by side"], ["x", "choose a run"], ["p", "make a run a favourite"], ["s", "smooth lines"], ["d", "dark or light"], ["g h", "all runs"],
   ...TABS.map(([, title, key]) => [`g ${key}`, title.toLowerCase()]), ["u", "up"], ["?", "these keys"],
 ];
 
