@@ -38,7 +38,7 @@ def contents(directory: Path) -> dict[str, bytes]:
 def test_a_directory_in_use_stays_as_it_is(tmp_path: Path) -> None:
     open_and_close(config_in(tmp_path))
     before = contents(tmp_path / "run")
-    assert before.keys() - {"git.diff"} == {"config.yaml", "environment.json"}
+    assert before.keys() - {"git.diff"} == {"config.yaml", "environment.json", "status.json"}
     with (
         holding_lease(tmp_path / "run/checkpoints/.lease"),
         pytest.raises(BurnishError),
