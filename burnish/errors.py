@@ -113,8 +113,17 @@ def refusing(
     except BurnishError:
         raise
     except Exception as error:
-        have = f"{type(error).__name__}: {redacted(' '.join(str(error).split()))[:300]}"
+        have = f"{type(error).__name__}: {whole_sentences(redacted(str(error)))}"
         raise kind(problem, have=have, want=want, do=do) from error
+
+
+def whole_sentences(text: str, most: int = 300) -> str:
+    """Return a text in one line, of whole sentences if it is too long, or else of whole words."""
+    text = " ".join(text.split())
+    if len(text) <= most:
+        return text
+    sentences = text[:most].rpartition(". ")[0]
+    return f"{sentences}." if sentences else f"{text[:most].rpartition(' ')[0]} ..."
 
 
 def together(errors: Sequence[BurnishError], subject: str) -> BurnishError:

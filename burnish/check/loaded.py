@@ -139,7 +139,10 @@ def _plain(hf_config: PretrainedConfig, directory: Path) -> PreTrainedModel:
 
         kind = value_class(config)
         options = {"local_files_only": True}
-    if getattr(config, "quantization_config", None):
+    # `require_plain_weights` has passed: a description of anything else is left over.
+    described = config.__dict__.pop("quantization_config", None)
+    if described and dict(described).get("quant_method") == "mxfp4":
+        config.quantization_config = described
         from transformers import Mxfp4Config
 
         options["quantization_config"] = Mxfp4Config(dequantize=True)

@@ -25,7 +25,7 @@ from burnish.errors import BurnishError, MissingError, UsageError, count_text, r
 from burnish.files.strict_json import parse_object
 from burnish.redaction import presentable, printable
 from burnish.runs.hub_revisions import at_newest_steps, newest_model
-from burnish.runs.preflight import small_file
+from burnish.runs.preflight import require_model, small_file
 from burnish.runs.summary import parameter_count, sampling_text
 
 if TYPE_CHECKING:
@@ -145,6 +145,8 @@ def _choice(place: str | None, overrides: Sequence[str]) -> ChosenModel:
     step = None
     if run is None:
         model = at_newest_steps(config.model_dump()).model
+        if model.path:
+            require_model(model.path, "model.path")
     else:
         model, step = newest_model(run, config.model)
         name = f"{name} step {step.step}"

@@ -15,6 +15,7 @@ from burnish.config.schema import DataConfig
 from burnish.data.columns import answer_column, example_format, is_data, prompt_column
 from burnish.method import Method
 from burnish.methods.table import METHODS
+from burnish.runs.preflight import require_model
 
 _MODEL = "Qwen/Qwen3-0.6B"
 _DATA = "data.jsonl"
@@ -31,6 +32,8 @@ _MANY_ROWS = 2_000
 def init(args: Namespace) -> None:
     """Write the files into the working directory. A file of the same name and other content stays; the new one gets a number."""
     method = METHODS[args.kind]
+    if args.model and Path(args.model).expanduser().exists():
+        require_model(args.model, "MODEL")
     data = args.data or _DATA
     files = {} if args.data else {_DATA: _sums()}
     _write(files)

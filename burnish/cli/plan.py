@@ -14,10 +14,18 @@ from burnish.config.constraints import check_engine
 from burnish.config.load import read_config
 from burnish.config.schema import EngineConfig
 from burnish.distributed.environment import place_of
-from burnish.errors import BurnishError, UsageError, bytes_text, count_text, table
+from burnish.errors import (
+    BurnishError,
+    IncompatibleError,
+    UsageError,
+    bytes_text,
+    count_text,
+    table,
+)
 from burnish.launch.elastic import planner_of
 from burnish.method import Method
 from burnish.methods.table import method_meant_by
+from burnish.runs.preflight import require_unquantized
 
 if TYPE_CHECKING:
     from burnish.plan.devices import Devices
@@ -54,6 +62,7 @@ def run_plan(args: Namespace) -> None:
         print_text(json.dumps(_as_json(plans, configured, devices)))
     else:
         lines = [*_lines(plans, configured, planner, method), "", _ACCURACY[config.engine.kind]]
+        lines += _remarks(config.model.path)
         print_text("\n".join(lines))
     if not plans:
         raise UsageError(
@@ -64,6 +73,17 @@ def run_plan(args: Namespace) -> None:
         )
     if not plans[0].fits:
         raise planner.refusal(plans[0])
+
+
+def _remarks(path: str | None) -> list[str]:
+    """Return what has to be done before a quantized model can be trained as planned."""
+    try:
+        remark = require_unquantized(path, "model.path") if path else ""
+    except IncompatibleError as error:
+        return ["", f"note: {error.problem}; this plan is for full precision: {error.do}"]
+    except BurnishError:  # the plan itself needs no more than it had
+        return []
+    return ["", f"note: {remark}"] if remark else []
 
 
 def fit(

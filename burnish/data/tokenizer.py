@@ -16,7 +16,7 @@ from typing import Any
 import jinja2
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from burnish.errors import MissingError, UsageError, few, refusing
+from burnish.errors import MissingError, UsageError, few, refusing, whole_sentences
 
 logger = logging.getLogger(__name__)
 
@@ -214,7 +214,7 @@ def _from_directory(path: str, trust_remote_code: bool) -> PreTrainedTokenizerBa
             ) from error
         raise MissingError(
             f"no usable tokenizer in {path}",
-            have=" ".join(str(error).split())[:300],
+            have=whole_sentences(str(error)),
             want="tokenizer.json and tokenizer_config.json as save_pretrained writes them",
             do="set model.tokenizer to a directory that has them",
         ) from error

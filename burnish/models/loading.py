@@ -112,9 +112,23 @@ def read_model_config(config: ModelConfig) -> PretrainedConfig:
             directory, trust_remote_code=config.trust_remote_code, local_files_only=True
         )
         has_value_head(hf_config)  # raises for architectures that are no names
+    if getattr(hf_config, "quantization_config", None):
+        _require_plain_weights(directory)
     if has_own_code(hf_config):
         code_files(directory)  # refused now, not when a checkpoint is written
     return _with_own_head(language_config(hf_config), directory)
+
+
+def _require_plain_weights(directory: Path) -> None:
+    """Raise `IncompatibleError` for quantized weights, and warn of a `quantization_config` that is left over."""
+    from burnish.files.quantized import require_plain_weights
+
+    def small_file(place: str, name: str) -> bytes:
+        return Path(place, name).read_bytes()
+
+    fields = parse_object(small_file(str(directory), "config.json"), str(directory))
+    if remark := require_plain_weights(str(directory), "model.path", fields, small_file):
+        _log.warning("%s", remark)
 
 
 def _with_own_head(config: PretrainedConfig, directory: Path) -> PretrainedConfig:

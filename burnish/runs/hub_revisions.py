@@ -57,6 +57,8 @@ def is_model(place: str) -> bool:
     """Return whether a place is a model to evaluate, not a run: a Hugging Face directory, a step, or an id of the hub."""
     path = Path(place).expanduser()
     path = path.parent if path.name == LATEST else path
+    if path.suffix == ".gguf":
+        return True
     if not path.is_dir():
         is_run = path.parent.is_dir() or path.parent == Path(RunConfig().output_dir)
         return HubPlace.of(place, "model") is not None and not is_run

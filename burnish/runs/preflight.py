@@ -42,6 +42,8 @@ from burnish.functions import no_function
 from burnish.method import Method
 
 _CONFIG = "config.json"
+_QUANTIZATION = "quantization_config"
+_GGUF = ".gguf"
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 """A tokenizer's directory holds at least one of these."""
 
@@ -174,6 +176,9 @@ def _directory(path: str, setting: str, members: Sequence[str]) -> Iterator[Burn
         names = remote_names(path, setting)
     elif folder.is_dir():
         names = sorted(each.name for each in folder.iterdir())
+    elif path.endswith(_GGUF) and folder.is_file():
+        yield from _gguf(path, setting, ())
+        return
     else:
         yield MissingError(
             f"{setting}: there is no directory {path}",
@@ -182,7 +187,10 @@ def _directory(path: str, setting: str, members: Sequence[str]) -> Iterator[Burn
             do=f"correct {setting}",
         )
         return
-    if hub and members == (_CONFIG,) and not any(n.endswith(".safetensors") for n in names):
+    is_model = members == (_CONFIG,)
+    if is_model and (llama_cpp := [*_gguf(path, setting, names)]):
+        yield from llama_cpp
+    elif hub and is_model and not any(n.endswith(".safetensors") for n in names):
         yield MissingError(
             f"{setting}: {path} holds no weights that Burnish reads",
             have=few([name for name in names if not name.endswith(".json")]) or "no weights",
@@ -198,6 +206,38 @@ def _directory(path: str, setting: str, members: Sequence[str]) -> Iterator[Burn
             want=f"a Hugging Face directory with {wanted}",
             do=merge if ADAPTER_CONFIG in names else f"correct {setting}",
         )
+    elif is_model:
+        require_unquantized(path, setting)
+
+
+def require_model(place: str, setting: str) -> None:
+    """Raise why a place holds no model that can be loaded; of a place on the hub, if this process may ask there."""
+    if is_asked_here(place, "model"):
+        problems = [*_caught(_directory(place, setting, (_CONFIG,)))]
+        if problems:
+            raise together(problems, place)
+
+
+def require_unquantized(place: str, setting: str) -> str:
+    """Raise `IncompatibleError` for a quantized model; return a remark on a key of config.json that is left out, or ""."""
+    try:
+        fields = json.loads(small_file(place, _CONFIG))
+    except ValueError:  # the run's own error says more
+        return ""
+    if not isinstance(fields, dict) or _QUANTIZATION not in fields:
+        return ""
+    from burnish.files.quantized import require_plain_weights
+
+    return require_plain_weights(place, setting, fields, small_file)
+
+
+def _gguf(path: str, setting: str, names: Sequence[str]) -> Iterator[BurnishError]:
+    if not any(name.endswith(_GGUF) for name in (path, *names)):
+        return
+    from burnish.files.quantized import gguf_problem
+
+    if problem := gguf_problem(path, setting, names):
+        yield problem
 
 
 def _file(path: str, setting: str) -> Iterator[BurnishError]:
