@@ -122,13 +122,18 @@ class Run:
         if done >= total:
             log.info("step %d of %d is done already: nothing is left to do", done, total)
             return
-        parameters = self._learners[MAIN].foundation.flops.parameters
+        main = self._learners[MAIN]
+        parameters = main.foundation.flops.parameters
+        shapes = {each.spec.name: each.spec.shape for each in main.engine.shards(Part.WEIGHTS)}
+        trained = sum(math.prod(shape) for shape in shapes.values())
+        share = f"{trained:,} ({trained / parameters:.2%}) trained of "
         log.info(
-            "steps %d to %d on %d %s, %s parameters in %s",
+            "steps %d to %d on %d %s, %s%s parameters in %s",
             done + 1,
             total,
             self._fingerprints.samples,
             "streamed bytes" if self._config.data.streaming else "rows",
+            share if main.foundation.adapter is not None else "",
             f"{parameters:,}",
             self._config.engine.precision,
         )

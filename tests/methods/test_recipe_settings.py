@@ -8,6 +8,7 @@ from collections import Counter
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from support.checkpoints.states import committed
 from support.nightly import by_day
 from support.runs.training_files import At, burnish, done, metrics, rollouts, write_rows
@@ -125,3 +126,15 @@ def test_a_run_keeps_the_learning_rate_that_it_began_with(work):
     assert code == 4
     run = done(work, *words, "steps=2", "resume=fresh")
     assert [row["train/lr"] for row in metrics(run) if row["step"]] == [1e-5, 1e-5]
+
+
+def test_an_adapters_run_says_how_many_parameters_it_trains(work):
+    base = (
+        done(work, "sft", "sft.yaml", "name=whole", "steps=1") / "checkpoints/step-00000001/model"
+    )
+    run = done(
+        work, "sft", "sft.yaml", "name=part", "steps=1", "model.fresh=null", f"model.path={base}", "model.lora.rank=2"
+    )  # fmt: skip
+    tensors = load_file(run / "checkpoints/step-00000001/model/adapter_model.safetensors")
+    trained = sum(each.numel() for each in tensors.values())
+    assert f" {trained:,} (" in (run / "logs/rank-0.log").read_text()
