@@ -134,7 +134,7 @@ export const passage = (text, kind = "") => h(`div.text${kind}`, {dir: "auto"}, 
 // A reward: the greener the more above 0, grey at 0, red below 0 or if it is no number.
 export function rewardChip(value) {
   const x = num(value), strength = `${Math.round(100 * Math.max(0.3, Math.min(1, Math.abs(x))))}%`;
-  return h(`span.reward.${x > 0 ? "high" : !x && !Number.isNaN(x) ? "zero" : "low"}`, {style: {"--strength": strength}}, fixed(x));
+  return h(`span.reward.${x > 0 ? "high" : !x && !Number.isNaN(x) ? "zero" : "low"}`, {style: {"--strength": strength}}, Number.isInteger(x) && Math.abs(x) < 1e5 ? clean(String(x)) : fixed(x));
 }
 
 // A setting's value; small numbers in scientific notation.

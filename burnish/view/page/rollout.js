@@ -2,6 +2,7 @@
 
 import {frozen, get} from "./data.js";
 import {button, count, duration, fixed, h, num, options, passage, rewardChip, short, words} from "./dom.js";
+import {promptShown} from "./messages.js";
 import {changed, here, link, replace} from "./place.js";
 import {lanes, own} from "./timeline.js";
 
@@ -12,7 +13,7 @@ const ONE_SIDED = ["logprobs", "entropy"], MOST_TOKENS = 4000, SHARED = 24, STRO
 export const filtersOf = (query) => Object.fromEntries([...query].filter(([name]) => FILTERS.includes(name)));
 
 // The link to a rollout, with the list's filters and the colour of tokens.
-export const toRollout = (row, beside = null) => link("rollout", here().run, row.id, {...filtersOf(here().query), colour: here().query.get("colour"), beside});
+export const toRollout = (row, beside = null) => link("rollout", here().run, row.id, {...filtersOf(here().query), colour: here().query.get("colour"), raw: here().query.get("raw"), beside});
 
 export const answerOf = ({answer}) => (answer === null || answer === undefined ? "" : h("p.answer", h("span.soft", "Answer "), words(answer)));
 
@@ -38,7 +39,7 @@ export async function readRollout(run, id, query) {
       row.source ? h("span.soft", words(row.source)) : null, h("span.space"),
       arrays.length ? h("label", "Colour tokens by ", choice) : null,
       other || next ? h("a.button.beside", {href: toRollout(row, other ? null : next.id), title: "b"}, other ? "One only" : "Side by side") : null),
-    passage(row.prompt, ".prompt"), answerOf(row),
+    promptShown(row.prompt), answerOf(row),
     h(`div.columns${other ? ".two" : ""}`,
       column(row, siblings, (sibling) => toRollout(sibling, other?.id), {wanted, most, shared}),
       other ? column(other, siblings, (sibling) => toRollout(row, sibling.id), {wanted, most, shared}) : null)];

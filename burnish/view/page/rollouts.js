@@ -57,7 +57,7 @@ export function rolloutsView(body) {
     if (filters !== listed) await load();
     else if (live) await fresher(run, query);
     listed = filters;
-    const id = current(), wanted = JSON.stringify([id, query.get("beside"), query.get("colour")]);
+    const id = current(), wanted = JSON.stringify([id, query.get("beside"), query.get("colour"), query.get("raw")]);
     for (const each of list.querySelectorAll(".item")) {
       if (each.dataset.id === id) each.setAttribute("aria-current", "true");
       else each.removeAttribute("aria-current");
@@ -108,7 +108,7 @@ function fill(form, {sources = [], steps, validations = [], indexed, older = 0, 
     range("Reward", "reward"), range("Length, tokens", "length"),
     group(steps?.[2] ? `Step, ${count(steps[0])} to ${count(steps[1])}` : "Step", h("div.pair", field("from_step", "from"), field("to_step", "to"))),
     group("Prompt", field("prompt", "number of the prompt")), button("button", "Clear", () => go(link("rollouts", here().run))),
-    ...problems.map((each) => h("p.bad", words(each))), indexed < 1 ? h("p.faint", `${Math.floor(100 * indexed)} % of the newest steps are read`) : null,
+    ...problems.map((each) => h("p.bad", words(each))), indexed > 0 && indexed < 1 ? h("p.faint", `${Math.floor(100 * indexed)} % of the newest steps are read`) : null,
     older ? h("p.faint", `Orders by reward and length have the newest steps, without ${count(older)} older ones. Choose steps to order those.`) : null,
   ].filter(Boolean));
 }
