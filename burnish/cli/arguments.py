@@ -429,6 +429,7 @@ def parse(argv: Sequence[str]) -> Namespace:
         print(f"burnish {__version__}")
         raise SystemExit(0)
     parser = make_parser()
+    _require_command(argv)
     arguments, rest = parser.parse_known_args(argv)
     if hasattr(arguments, "words"):  # words may look like options
         arguments.words = list(argv)[2:]
@@ -457,6 +458,32 @@ def parse(argv: Sequence[str]) -> Namespace:
         arguments.config = first if has_file else None
         arguments.overrides = typed[1:] if has_file else typed
     return arguments
+
+
+def _require_command(argv: Sequence[str]) -> None:
+    """Raise `UsageError` if the first words are no command."""
+    from burnish.methods.table import METHODS
+
+    names = [*METHODS, *_COMMANDS]
+    first = argv[0]
+    groups = {name.split()[0] for name in names if " " in name}
+    words = 2 if first in groups and len(argv) > 1 else 1
+    typed = " ".join(argv[:words])
+    if typed in names or argv[words - 1].startswith("-"):
+        return
+    among = [
+        name for name in names if (name.startswith(f"{first} ") if words > 1 else " " not in name)
+    ]
+    do = (
+        did_you_mean(typed, among)
+        or "see burnish --help; burnish run FILE.py:CLASS trains with a method of your own"
+    )
+    raise UsageError(
+        f"there is no command {clipped(typed)}",
+        have=f"burnish {clipped(typed)}",
+        want=f"one of {', '.join(among)}",
+        do=do,
+    )
 
 
 def _unknown_option(option: str, arguments: Namespace) -> UsageError:

@@ -72,6 +72,13 @@ def example_format(data: DataConfig, rows: Rows) -> tuple[_ExampleKind, tuple[st
     for kind in chosen or formats:
         if all(map(rows.has, formats[kind].values())):
             return kind, tuple(formats[kind].values())
+    if not chosen and rows.has("chosen") and rows.has("rejected"):
+        raise UsageError(
+            "data.train holds preferences, which no method here trains on yet",
+            have="columns " + ", ".join(rows.columns),
+            want="messages, a prompt and its completion, or a text",
+            do="set data.completion_column=chosen to fine-tune on the chosen answers, or data.messages_column=chosen if those are whole chats",
+        )
     if not chosen and not rows.has(prompt):
         settings = "data.messages_column, data.prompt_column or data.text_column"
         raise rows.missing((*_MESSAGES_COLUMNS, *_PROMPT_COLUMNS, "text"), settings)

@@ -70,7 +70,7 @@ def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]
 @pytest.mark.parametrize(
     ("argv", "facts"),
     [
-        (["foo"], ["'foo'", "'sft'"]),
+        (["foo"], ["burnish foo", "sft"]),
         (["rl"], ["CONFIG"]),
         (["config"], ["show|explain"]),
         (["rl", "c.yaml", "--rollout.n=4"], ["--rollout.n=4", " rollout.n=4"]),
