@@ -18,7 +18,6 @@ from threading import Lock
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from burnish.checkpoint.steps import newest
-from burnish.config.document import recorded
 from burnish.config.load import load_settings
 from burnish.config.resume import RunIdentity
 from burnish.config.schema import RunConfig
@@ -26,6 +25,7 @@ from burnish.distributed.environment import die_with_agent, place_of
 from burnish.distributed.layout import Layout
 from burnish.errors import MissingError, StoppedError, UsageError
 from burnish.files.hub import HubPlace
+from burnish.files.lease import LEASE, require_free
 from burnish.files.safetensors import ADAPTER_CONFIG
 from burnish.functions import name_of
 from burnish.launch.failures import forget_failures, note_failure, refuse_failing_alike
@@ -36,7 +36,10 @@ from burnish.methods.sft import SFT
 from burnish.methods.table import METHODS, load_method
 from burnish.runs.hub_revisions import at_newest_steps, beginning, hub_entries, is_model, pin
 from burnish.runs.preflight import require_inputs
-from burnish.runs.run_directory import make_way, recorded_config, require_own_directory
+from burnish.runs.run_directory import (
+    make_way,
+    require_own_directory,
+)
 from burnish.runs.summary import summary
 from burnish.tracking.logs import spans as latest_spans
 from burnish.tracking.progress import Progress
@@ -138,7 +141,7 @@ def run(method: str | type[Method], config: Config | None = None, **settings: An
         raise UsageError(
             f"{chosen.name} trains nothing", do="call burnish.evaluate, which returns its numbers"
         )
-    loaded = chosen.named(_loaded(config, settings))
+    loaded = named_run(chosen, _loaded(config, settings))
     run_method(chosen, loaded)
     return Result(loaded.directory.absolute())
 
@@ -170,8 +173,12 @@ def config_at(place: str) -> tuple[RunConfig | Path | None, Path | None]:
             f"{place} is an adapter, which needs its base model",
             do=f"give the base model, and set model.lora.path={place}",
         )
+    if path.is_dir():
+        from burnish.runs.run_places import placed_config
+
+        return placed_config(path), path
     if path.exists():
-        return (recorded(recorded_config(path)), path) if path.is_dir() else (path, None)
+        return path, None
     raise MissingError(
         f"there is no run, no model and no configuration file {place}",
         have=f"nothing at {path.absolute()}",
@@ -193,6 +200,16 @@ def _one_run() -> Iterator[None]:
         yield
     finally:
         _ONE_RUN.release()
+
+
+def named_run(method: Method, config: RunConfig) -> RunConfig:
+    """Return the configuration with the run's name: the chosen one, or a free one (`with_free_name`)."""
+    named = method.named(config)
+    if config.name is not None or not method.trains:
+        return named
+    from burnish.runs.run_places import with_free_name
+
+    return with_free_name(RunIdentity(method.name, named))
 
 
 @_one_run()
@@ -219,6 +236,7 @@ def run_method(
                 from burnish.runs.ending import last_failure
 
                 remarks += filter(None, [last_failure(directory)])
+            require_free(directory.checkpoints / LEASE)
             make_way(directory, RunIdentity(method.name, config))
             forget_failures(directory.logs)
     if layout.is_main:

@@ -26,11 +26,11 @@ from burnish.cli.main import function_of
 from burnish.extend import Table
 
 ROOT = Path(__file__).parents[1]
-MOST_FUNCTIONS_OF_THE_WHOLE_CONFIGURATION = 16
+MOST_FUNCTIONS_OF_THE_WHOLE_CONFIGURATION = 17
 MOST_DOUBLED_CLASSES = 0
 MOST_DOUBLED_MODULES = 0
 MOST_LINES_OF_A_FILE = 900
-MOST_LOADED_LINES = 32_150
+MOST_LOADED_LINES = 32_200
 """Lines of our modules that a plain run may load, without comments, which are to be plentiful. The goal is 24,000; docs/decisions/0001-house.md says what is in its way."""
 OPTIONS = (
     "burnish.algorithms.critic",

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from contextlib import closing
 from functools import partial
 
+from burnish.api import named_run
 from burnish.config.load import read_config
 from burnish.distributed.layout import Layout
 from burnish.errors import UsageError, install, refusing
@@ -78,7 +79,7 @@ def serve_run(args: Namespace) -> None:
             do="set reward.functions and rollout.place=servers",
         )
     method.check(config, None)
-    config = method.named(config)
+    config = named_run(method, config)
     from burnish.distributed.device import pick_device
     from burnish.methods.parts.serve import serve_at
     from burnish.runs.download_inputs import local_inputs

@@ -6,7 +6,7 @@ import json
 import os
 from argparse import Namespace
 
-from burnish.api import config_at, run_method
+from burnish.api import config_at, named_run, run_method
 from burnish.cli.output import print_text
 from burnish.config.load import read_config
 from burnish.distributed.environment import place_of
@@ -24,7 +24,7 @@ def run_given(args: Namespace) -> None:
     if file and not method.trains:
         file, run_dir = config_at(file)
         overrides = overrides if file else [f"model.path={json.dumps(args.config)}", *overrides]
-    config = method.named(read_config(file, overrides))
+    config = read_config(file, overrides)
     layout = place_of(os.environ).layout
     devices = getattr(args, "devices", None)
     as_json = getattr(args, "json", False)
@@ -37,6 +37,7 @@ def run_given(args: Namespace) -> None:
 
         supervise(args, method)
         return
+    config = named_run(method, config)
     if args.dry_run:
         from burnish.cli.dry_run import dry_run
 

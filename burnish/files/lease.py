@@ -17,7 +17,7 @@ from pathlib import Path
 from stat import S_ISREG
 from typing import Any
 
-from burnish.errors import BurnishError
+from burnish.errors import BurnishError, IncompatibleError
 from burnish.files.durable import naming_failures
 from burnish.files.storage import open_regular
 
@@ -121,14 +121,33 @@ def _lock(path: Path, descriptor: int, patience_seconds: float) -> None:
                 was_held = True
                 time.sleep(_LOOK_SECONDS)
                 continue
-            holder = text.decode(errors="replace").strip()
-            raise BurnishError(
-                f"another run is using {path.parent}",
-                have=holder or "a process that has not written its name yet",
-                want="one run at a time in a directory",
-                do="wait for it to end, or give this run another name",
-            ) from error
+            raise _in_use(path, _parse(text)) from error
         return
+
+
+def require_free(path: Path) -> None:
+    """Raise `IncompatibleError` if a living process holds the lease. One that has died is left to `holding_lease`."""
+    for _ in range(2):  # `is_held` of another process takes the lock for a moment
+        if not is_held(path):
+            return
+        time.sleep(_LOOK_SECONDS)
+    with suppress(OSError), open_regular(path) as file:
+        holder = _parse(file.read(_LIMIT))
+        if not _is_dead(holder):
+            raise _in_use(path, holder)
+
+
+def _in_use(path: Path, holder: dict[str, Any]) -> IncompatibleError:
+    host = holder.get("host")
+    place = "this machine" if host == socket.gethostname() else f"the machine {host}"
+    job = f", Slurm job {holder['slurm_job']}" if "slurm_job" in holder else ""
+    named = f"process {holder.get('pid')} on {place}{job}"
+    return IncompatibleError(
+        f"another run is using {path.parent}",
+        have=named if holder else "a process that has not written its name yet",
+        want="one run at a time in a directory",
+        do="wait for it to end, or give this run another name",
+    )
 
 
 def _parse(text: bytes) -> dict[str, Any]:

@@ -37,7 +37,7 @@ def require_own_directory(directory: RunDirectory, run: RunIdentity) -> None:
     Accepts a directory that `make_way` renames, and one whose run never logged a step.
     """
     steps = [path.name for path in committed_steps(directory.root)]
-    if (steps or directory.begun) and not _may_make_way(directory, run):
+    if (steps or directory.begun) and not may_make_way(directory, run):
         run.require_trainer(directory.root, directory.read_environment().get(TRAINER, run.trainer))
         if directory.config.exists():
             run.require_same(directory.root, recorded(directory.config))
@@ -49,7 +49,7 @@ def make_way(directory: RunDirectory, run: RunIdentity) -> None:
 
     Raises `BurnishError` if a run is using it. Call it in one process, before the run begins.
     """
-    if not directory.begun or not _may_make_way(directory, run):
+    if not directory.begun or not may_make_way(directory, run):
         return
     is_its = directory.read_environment().get(TRAINER) == run.trainer and directory.config.exists()
     is_same = is_its and not settings_difference(recorded(directory.config), run.config)
@@ -62,7 +62,7 @@ def make_way(directory: RunDirectory, run: RunIdentity) -> None:
     _log.warning("%s is now %s, and the run begins anew", directory.root, aside)
 
 
-def _may_make_way(directory: RunDirectory, run: RunIdentity) -> bool:
+def may_make_way(directory: RunDirectory, run: RunIdentity) -> bool:
     """Return whether the directory may be renamed. Saved steps may be on a mirror, or in quarantine."""
     saved = committed_steps(directory.root) or (directory.checkpoints / QUARANTINE).exists()
     return run.config.mirror_url is None and (run.config.resume == "fresh" or not saved)

@@ -38,7 +38,8 @@ LATEST = "latest"
 RUN = "run"
 START = "start"
 TRAINER = "trainer"
-"""Keys of environment.json: the id of the run, the id of this start, and the run's command."""
+DIRECTORY = "directory"
+"""Keys of environment.json: the ids of the run and of this start, the run's command, and the working directory."""
 STATUS = "status.json"
 STEPS = "steps"
 STATE = "state"
@@ -117,6 +118,7 @@ def environment(device: str, world: int = 1) -> dict[str, Any]:
         "platform": platform.platform(),
         "cpus": os.cpu_count(),
         "git_commit": commit.decode().strip() or None,
+        DIRECTORY: os.getcwd(),
         "command": [redacted(each) for each in sys.orig_argv],
     }
 
