@@ -1,7 +1,7 @@
 // One rollout, and perhaps another one beside it: prompt, answers, rewards, tokens, trace.
 
 import {frozen, get} from "./data.js";
-import {button, count, duration, fixed, h, num, options, passage, rewardChip, short, words} from "./dom.js";
+import {button, copyButton, count, duration, fixed, h, num, options, passage, rewardChip, short, words} from "./dom.js";
 import {promptShown} from "./messages.js";
 import {changed, here, link, replace} from "./place.js";
 import {lanes, own} from "./timeline.js";
@@ -56,7 +56,8 @@ function column(row, siblings, to, {wanted, most, shared}) {
   const parts = Object.entries(row.reward_parts ?? {}).map(([name, value]) => h("div", h("dt", words(name)), h("dd", rewardChip(value))));
   return h("section.column",
     siblings.length > 1 ? h("nav.samples", {"aria-label": "Samples of this prompt"}, siblings.map(sample)) : null,
-    h("div.facts", rewardChip(row.reward), facts.map(([name, value]) => h("span", h("span.soft", `${name} `), value))),
+    h("div.facts", rewardChip(row.reward), facts.map(([name, value]) => h("span", h("span.soft", `${name} `), value)),
+      copyButton(() => row.completion, "Copy the completion"), frozen ? null : copyButton(() => new URL(toRollout(row), location).href, "Copy the link to this rollout", "Link")),
     h("dl.parts", parts),
     row.reward_error ? h("div.notice", h("strong", "A reward function failed"), h("div.mono", words(row.reward_error))) : null,
     row.tokens?.[wanted] ? tokens(row.tokens, wanted, most) : completion(row.completion, shared),
