@@ -33,6 +33,7 @@ PARTS = {
     "trackers": ("tracking/test_otlp.py", "tracking/test_services.py"),
     "vllm": ("rollout/test_vllm.py", "methods/test_served_vllm.py", "gpu/test_vllm.py"),
     "ray": ("launch/test_ray.py",),
+    "smollm": ("test_real_model.py",),
 }
 """By name, files and folders below tests/. What is named itself is not of the part of its folder."""
 

