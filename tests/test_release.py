@@ -126,7 +126,7 @@ def test_the_readme_stands_alone() -> None:
     assert links
     home = PROJECT["urls"]["Repository"]
     for link in ("".join(pair) for pair in links):
-        if path := re.match(rf"{re.escape(home)}/(?:blob|tree)/main/(.+)", link):
+        if path := re.match(rf"{re.escape(home)}/(?:blob|tree|raw)/main/(.+)", link):
             assert (ROOT / path[1]).exists(), link
         assert link.startswith("https://"), link
     defined = re.findall(r"^\[([^\]]+)\]: ", text, re.M)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import groupby
 
 import numpy as np
@@ -11,9 +12,11 @@ from rich.console import Console
 from rich.text import Text
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
+from burnish.cli.plan import devices_of, fit
 from burnish.config.schema import RunConfig
 from burnish.data.columns import example_format, prompt_at, prompt_column
 from burnish.data.sources import load_rows
+from burnish.launch.elastic import planner_of
 from burnish.method import Method
 from burnish.records import Example, Prompt
 from burnish.runs.setup import lay_foundation
@@ -57,6 +60,12 @@ def look(method: Method, config: RunConfig) -> FirstLook:
     limit = min(_rounded(longest), _positions(foundation.hf_config))
     sizes = f"{len(dataset)} rows were tokenized: {np.mean(dataset.lengths):.0f} tokens on average, at most {longest}."
     shown = _coloured(foundation.tokenizer, tokens, trained)
+    plan_for = partial(planner_of, foundation.config, method)
+    plans = dict(fit(plan_for, devices_of(None), dataset.lengths.tolist()))
+    plan = plans.get("as rows are", "").partition(";")
+    sizes += (
+        f"\nEstimated: {plan[0]} of memory, {plan[2].split(';')[0].strip()}." if plan[2] else ""
+    )
     return FirstLook(f"{legend}\n\n{shown}\n\n{sizes}", f"{proposed}  {name}: {limit}\n")
 
 
