@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
+from typing import Any
 
 import numpy as np
 from rich.console import Console
@@ -13,7 +14,8 @@ from rich.text import Text
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from burnish.cli.plan import devices_of, fit
-from burnish.config.schema import RunConfig
+from burnish.config.load import load_settings
+from burnish.config.schema import DataConfig
 from burnish.data.columns import example_format, prompt_at, prompt_column
 from burnish.data.sources import load_rows
 from burnish.launch.elastic import planner_of
@@ -35,11 +37,12 @@ class FirstLook:
     proposed: str
 
 
-def look(method: Method, config: RunConfig) -> FirstLook:
-    """Tokenize the first rows as a run does. Raises the errors that the run would raise."""
+def first_look(method: Method, settings: Mapping[str, Any]) -> FirstLook:
+    """Tokenize the first rows as a run with these settings does. Raises the errors that the run would raise."""
+    config = load_settings(settings, {})
     foundation = lay_foundation(config)
     proposed = ""
-    if foundation.tokenizer.chat_template is not None and _are_strings(method, config):
+    if foundation.tokenizer.chat_template is not None and _are_strings(method, config.data):
         data = config.data.model_copy(update={"string_prompts": "user"})
         foundation = replace(foundation, config=config.model_copy(update={"data": data}))
         proposed = "  string_prompts: user    # the chat template for prompts that are strings\n"
@@ -69,12 +72,12 @@ def look(method: Method, config: RunConfig) -> FirstLook:
     return FirstLook(f"{legend}\n\n{shown}\n\n{sizes}", f"{proposed}  {name}: {limit}\n")
 
 
-def _are_strings(method: Method, config: RunConfig) -> bool:
+def _are_strings(method: Method, data: DataConfig) -> bool:
     """Return whether the first row's prompt is a string, to which no template applies by itself."""
-    rows = load_rows(config.data.train)
+    rows = load_rows(data.train)
     if method.generates:
-        return isinstance(prompt_at(rows[0], prompt_column(config.data, rows)), str)
-    kind, columns = example_format(config.data, rows)
+        return isinstance(prompt_at(rows[0], prompt_column(data, rows)), str)
+    kind, columns = example_format(data, rows)
     return kind == "pair" and isinstance(prompt_at(rows[0], columns[0]), str)
 
 

@@ -119,15 +119,13 @@ def _look(method: Method, text: str) -> Any:
     """Tokenize rows as the run will. None if the model is not on this machine."""
     import yaml
 
-    from burnish.config.load import load_settings
-
-    config = load_settings(yaml.safe_load(text), {})
-    if not Path(config.model.path or "").is_dir():
+    settings = yaml.safe_load(text)
+    if not Path(settings["model"]["path"]).is_dir():
         print_text("The model is not on this machine yet, so no row is tokenized.\n")
         return None
-    from burnish.cli.first_look import look
+    from burnish.cli.first_look import first_look
 
-    return look(method, config)
+    return first_look(method, settings)
 
 
 def _sums() -> str:
