@@ -49,7 +49,7 @@ def test_every_name_in_published_examples_is_known_and_none_is_lost(framework: s
 def test_use_peft_of_trl_is_an_adapter_by_its_defaults() -> None:
     command = "trl sft --model_name_or_path m --dataset_name d --learning_rate 1e-4"
     adapter = settings_of(f"{command} --use_peft")["model"]["lora"]
-    assert adapter == {"rank": 16, "targets": ["q_proj", "v_proj"], "dropout": 0.05}  # alpha: 32
+    assert adapter == {"rank": 16, "alpha": 32, "targets": ["q_proj", "v_proj"], "dropout": 0.05}
     given = settings_of(f"{command} --use_peft --lora_r 64 --lora_alpha 16 --lora_dropout 0")
     assert (given["model"]["lora"]["rank"], given["model"]["lora"]["alpha"]) == (64, 16)
     assert "lora" not in settings_of(f"{command} --lora_r 8")["model"]
@@ -67,7 +67,7 @@ def test_the_trainers_defaults_are_those_of_transformers(tmp_path: Path) -> None
 @pytest.mark.parametrize("rank", [8, 32])
 def test_alpha_of_llama_factory_is_twice_the_rank(rank: int) -> None:
     adapter = settings_of(f"llamafactory-cli train --stage sft --lora_rank {rank}")["model"]["lora"]
-    assert (adapter["rank"], adapter.get("alpha", 32)) == (rank, 2 * rank)
+    assert (adapter["rank"], adapter["alpha"]) == (rank, 2 * rank)
     full = settings_of("llamafactory-cli train --finetuning_type full --model_name_or_path m")
     assert "lora" not in full["model"]
 
