@@ -43,7 +43,7 @@ def test_smollm_learns_sums(tmp_path: Path) -> None:
     assert PACKAGE is not None
     (folder,) = PACKAGE.submodule_search_locations or ()
     (weights,) = Path(folder).glob("*.gguf")
-    python(tmp_path, "-m", "burnish", "ckpt", "import", weights, "runs/smollm2")
+    python(tmp_path, EXAMPLE / "model.py", weights, "runs/smollm2")
     python(tmp_path, EXAMPLE / "data.py")
     model = "model.path=runs/smollm2"
     python(tmp_path, "-m", "burnish", "rl", EXAMPLE / "rl.yaml", model, "--dry-run")

@@ -75,12 +75,13 @@ def gguf_problem(place: str, setting: str, names: Collection[str]) -> Incompatib
     if hub := HubPlace.of(place, "model"):
         folder = hub.repo
     options = f'"{folder}", gguf_file="{Path(file).name}"'
+    full = f"{options}, quantization_config=GgufConfig(dequantize=True)"
     first = f"set {setting} to the model that it was made from; or, after pip install gguf, write one in Python:"
     return IncompatibleError(
         f"{setting}: {place} holds weights for llama.cpp (GGUF)",
         have=Path(file).name,
         want="a Hugging Face directory",
-        do=_lines(first, "AutoModelForCausalLM, AutoTokenizer", options, "", options),
+        do=_lines(first, "AutoModelForCausalLM, AutoTokenizer, GgufConfig", full, "", options),
     )
 
 
