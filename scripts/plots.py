@@ -53,6 +53,7 @@ def draw(run: Path, out: Path, title: str) -> None:
 
 
 def main(arguments: list[str]) -> None:
+    """Draw what the arguments ask for."""
     parser = ArgumentParser(
         prog="python -m scripts.plots", description=(__doc__ or "").split("\n")[0]
     )
