@@ -435,7 +435,7 @@ def test_gc_refuses_a_run_that_is_going_on(
     long_run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with holding_lease(long_run / "checkpoints/.lease"):
-        assert ckpt(capsys, "gc", long_run)[0] == 1
+        assert ckpt(capsys, "gc", long_run)[0] == 4
     assert len(as_json(capsys, "ls", long_run)[1]["steps"]) == 5
 
 

@@ -99,7 +99,7 @@ COMMANDS = [
     ("config translate verl.sh", 0, "prompts: 64 n: 4 save_every: 5"),
     # As Axolotl's, LLaMA-Factory's and OpenRLHF's files and flags.
     ("sft axolotl.yml", 2, "base_model datasets optim.lr model.lora.rank"),
-    ("config translate axolotl.yml", 0, "base_model rank: 16"),
+    ("config translate axolotl.yml", 0, "NousResearch rank: 16"),
     ("sft llama_factory.yaml", 2, "model.path optim.lr epochs batch.examples"),
     ("config translate llama_factory.yaml", 0, "Qwen/Qwen3-4B rank: 8 cutoff_len"),
     ("rl --pretrain models/m --prompt_data sums.jsonl", 2, "model.path data.train"),

@@ -42,6 +42,7 @@ def work(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "c.yaml").write_text(
         "name: try\nmodel: {path: tiny}\ndata: {train: [train.jsonl], validation: ['*.jsonl']}\n"
         "reward: {functions: [{function: numeric}]}\nbatch: {prompts: 4, minibatches: 2}\n"
+        "optim: {lr: 1.0e-6}\n"
     )
     return tmp_path
 

@@ -266,7 +266,8 @@ def test_the_weights_are_kept_in_the_dtype_of_computing_and_have_no_gradients(
     exact = [each.reward for each in judged([{"path": str(path)}])]
     rough = [each.reward for each in judged([{"path": str(path)}], {"precision": "bf16"})]
     assert rough == pytest.approx(exact, abs=0.1)
-    for engine, dtype in zip(made, (torch.float32, torch.bfloat16), strict=True):
+    judges = [each for each in made if hasattr(each, "_scorer")]  # the proof's engine is closed
+    for engine, dtype in zip(judges, (torch.float32, torch.bfloat16), strict=True):
         parameters = list(engine._scorer.parameters())
         assert {parameter.dtype for parameter in parameters} == {dtype}
         assert not any(parameter.requires_grad for parameter in parameters)

@@ -69,7 +69,11 @@ def test_chosen_steps_have_files_that_agree_with_the_timing(tmp_path: Path) -> N
         seconds: defaultdict[str, float] = defaultdict(float)
         for each in found:
             seconds[each["args"]["path"]] += each["dur"] / 1e6
-        measured = {k.removeprefix("timing_s/"): v for k, v in line.items() if "timing_s" in k}
+        measured = {
+            k.removeprefix("timing_s/").replace(".", "/"): v
+            for k, v in line.items()
+            if "timing_s" in k
+        }
         assert seconds == pytest.approx({k: v for k, v in measured.items() if k != "step"})
 
 

@@ -98,7 +98,7 @@ def test_all_names_that_scripts_of_verl_give_are_in_one_list() -> None:
         ("data.truncation=error", {"data": {"max_prompt_length": 512, "overlong": "error"}}),
         (
             "actor.optim.lr_warmup_steps_ratio=0.05",
-            {"optim": {"weight_decay": 0.01, "warmup_steps": "5%"}},
+            {"optim": {"lr": 1e-6, "weight_decay": 0.01, "warmup_steps": "5%"}},
         ),
         ("trainer.save_freq=-1", {"checkpoint": {"save_every": 0}}),
         ("trainer.logger=[swanlab]", {"tracking": {"trackers": ["swanlab"]}}),

@@ -55,7 +55,7 @@ def plain_adapted(path: Path, lora: LoraConfig = LORA) -> Any:
     base = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
     config = peft.LoraConfig(
         r=lora.rank,
-        lora_alpha=lora.alpha,
+        lora_alpha=lora.scale_alpha,
         use_rslora=lora.rslora,
         lora_dropout=lora.dropout,
         target_modules=[t for t in lora.targets if t not in EXPERTS]
