@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from fnmatch import translate as regex_of
 from itertools import pairwise
@@ -345,12 +346,12 @@ class Expander:
             self.variables.set(name, value)
 
 
-class _Output:
+class _Output(ABC):
     """Collects an expansion."""
 
+    @abstractmethod
     def add(self, text: str, is_quoted: bool) -> None:
         """Add text from quotes or from a variable."""
-        raise NotImplementedError
 
     def add_literal(self, text: str) -> None:
         """Add text that stands in the word without quotes."""
@@ -475,14 +476,8 @@ def expand_braces(word: str) -> list[str]:
     place = 0
     while place < len(word):
         letter = word[place]
-        if letter == "\\":
-            place += 1
-        elif letter == "'":
-            place = word.index("'", place + 1)
-        elif letter == '"':
-            place = end_of_quotes(word, place)
-        elif word.startswith(("$(", "${"), place):
-            place = _closing(word, place + 1)
+        if (end_of_part := _end_of_protected(word, place)) is not None:
+            place = end_of_part
         elif letter == "{" and (parts := _brace_parts(word, place)):
             choices, end = parts
             tails = expand_braces(word[end + 1 :])
@@ -496,6 +491,19 @@ def expand_braces(word: str) -> list[str]:
     return [word]
 
 
+def _end_of_protected(word: str, place: int) -> int | None:
+    """Return the last place of what is quoted, escaped or in `${}` or `$()` here; None if nothing is."""
+    if word[place] == "\\":
+        return place + 1
+    if word[place] == "'":
+        return word.index("'", place + 1)
+    if word[place] == '"':
+        return end_of_quotes(word, place)
+    if word.startswith(("$(", "${"), place):
+        return _closing(word, place + 1)
+    return None
+
+
 def _brace_parts(word: str, start: int) -> tuple[list[str], int] | None:
     """Return the choices of the brace at `start`, and the place of its end."""
     commas = [start]
@@ -503,14 +511,8 @@ def _brace_parts(word: str, start: int) -> tuple[list[str], int] | None:
     place = start
     while place < len(word):
         letter = word[place]
-        if letter == "\\":
-            place += 1
-        elif letter == "'":
-            place = word.index("'", place + 1)
-        elif letter == '"':
-            place = end_of_quotes(word, place)
-        elif word.startswith(("$(", "${"), place):
-            place = _closing(word, place + 1)
+        if (end_of_part := _end_of_protected(word, place)) is not None:
+            place = end_of_part
         elif letter == "{":
             depth += 1
         elif letter == "," and depth == 1:
