@@ -49,6 +49,8 @@ from burnish.tracking.trackers import read_metrics
 if TYPE_CHECKING:
     import torch
 
+    from burnish.tracking.curves import Curves
+
 Config: TypeAlias = str | os.PathLike[str] | Mapping[str, Any] | RunConfig
 """A YAML file, the same settings as nested mappings, or a loaded configuration."""
 Rewards: TypeAlias = Callable[..., Any] | str | Sequence[Any] | Mapping[str, Any] | None
@@ -68,19 +70,23 @@ class Result:
         return str(self.directory)
 
     def __repr__(self) -> str:
-        return f"Result({self._in_words()})"
+        return f"Result({self._in_words(self._curves())})"
 
     def _repr_html_(self) -> str:
         from burnish.tracking.notebook import html_of
 
-        return html_of(RunDirectory(self.directory).metrics, self._in_words())
+        curves = self._curves()
+        return html_of(curves, self._in_words(curves))
 
-    def _in_words(self) -> str:
-        """Return the directory, the steps, the last reward or loss, and the model."""
+    def _curves(self) -> Curves:
         from burnish.tracking.curves import Curves
+
+        return Curves(RunDirectory(self.directory).metrics).refresh()
+
+    def _in_words(self, curves: Curves) -> str:
+        """Return the directory, the steps, the last reward or loss, and the model."""
         from burnish.tracking.notebook import last_values
 
-        curves = Curves(RunDirectory(self.directory).metrics).refresh()
         numbers = [f"{name} {value:.4g}" for name, value in last_values(curves).items()]
         model = f"model {self.model}" if self.model else "no model here"
         return ", ".join([f"{self.directory}: {curves.last_step} steps", *numbers, model])

@@ -350,7 +350,7 @@ _OPTIONS = {
     ),
     "--public": _flag("make a new repository public; default: private"),
     "--branch": _argument("branch of the repository; created if needed; default: main"),
-    "--lora": _argument("train an adapter of rank 16", action="store_true"),
+    "--lora": _flag("train an adapter of rank 16"),
     "--merged": _flag(
         "for a run with model.lora: take the model with the adapter merged in, instead of the adapter"
     ),

@@ -31,9 +31,8 @@ def last_values(curves: Curves) -> dict[str, float]:
     return {name: values[-1] for name, values in series.items() if values}
 
 
-def html_of(metrics: Path, title: str, lines: Sequence[str] = ()) -> str:
+def html_of(curves: Curves, title: str, lines: Sequence[str] = ()) -> str:
     """Return a run's curves as HTML that needs no script, below a title and above lines of text."""
-    curves = Curves(metrics).refresh()
     pictures = [
         _picture(name, curve.points(_POINTS, 0, curves.last_step))
         for name in HEADLINES
@@ -80,7 +79,7 @@ class NotebookTracker(ConsoleTracker):
         super().__init__(total_steps=total_steps)
         from IPython.display import HTML, display
 
-        self._metrics = metrics
+        self._curves = Curves(metrics)  # reads new lines only
         self._title = f"{directory}, {total_steps} steps"
         self._lines: deque[str] = deque(maxlen=_LOG_LINES)
         self._html = HTML
@@ -95,7 +94,7 @@ class NotebookTracker(ConsoleTracker):
             self._draw()
 
     def _draw(self) -> None:
-        self._handle.update(self._html(html_of(self._metrics, self._title, self._lines)))
+        self._handle.update(self._html(html_of(self._curves.refresh(), self._title, self._lines)))
         self._drawn = time.monotonic()
 
     def close(self) -> None:

@@ -12,6 +12,7 @@ from support.models.chat_templates import HYBRID, tokenizer_of
 from support.models.tiny import save_tiny
 
 import burnish
+from burnish.tracking.curves import Curves
 from burnish.tracking.notebook import html_of
 from burnish.tracking.trackers import JsonlTracker, read_metrics
 
@@ -27,9 +28,15 @@ def log(directory: Path, rows: list[dict[str, float]]) -> Path:
     return directory / "metrics.jsonl"
 
 
+def logged(directory: Path, rows: list[dict[str, float]]) -> Curves:
+    return Curves(log(directory, rows)).refresh()
+
+
 def test_a_curve_goes_through_every_value(tmp_path: Path) -> None:
     values = [0.25, float("nan"), 0.75, 0.5]
-    html = html_of(log(tmp_path, [{"reward/mean": v} for v in values]), "a <b> run", ["step <4>"])
+    html = html_of(
+        logged(tmp_path, [{"reward/mean": v} for v in values]), "a <b> run", ["step <4>"]
+    )
     (points,) = re.findall("points='([^']*)'", html)
     xs, ys = zip(*(map(float, point.split(",")) for point in points.split()), strict=True)
     width, height = xs[-1], max(ys)
@@ -41,7 +48,7 @@ def test_a_curve_goes_through_every_value(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("rows", [[], [{"reward/mean": float("nan")}], [{"perf/time": 1.0}]])
 def test_without_values_there_is_no_curve(tmp_path: Path, rows: list[dict[str, float]]) -> None:
-    html = html_of(log(tmp_path, rows), "run")
+    html = html_of(logged(tmp_path, rows), "run")
     assert "<svg" not in html
     assert "run" in html
 
