@@ -32,6 +32,7 @@ from burnish.tracking.rundir import STEPS, RunDirectory
 from burnish.tracking.traces import spans_of
 from burnish.tracking.trackers import json_number
 from burnish.view.index import LAST_STEP, Integer, RolloutFilter, RolloutIndex
+from burnish.view.log_entries import Level, error_at_end, is_wanted, last_entries
 from burnish.view.runs import (
     best_validation,
     describe,
@@ -92,6 +93,7 @@ class Query(RolloutFilter):
     rank: Integer = 0
     before: Integer | None = None
     lines: int = Field(500, ge=1, le=10_000)
+    level: Level = "debug"
 
     @classmethod
     def of(cls, values: Mapping[str, Sequence[str]]) -> Self:
@@ -342,7 +344,7 @@ class Answers:
         return {"steps": steps, "problem": problem and problem.problem}
 
     def log(self, query: Query) -> Answer:
-        """Return the last lines of a rank's log before an offset, across all its files."""
+        """Return the last entries of a rank's log before an offset, across all its files, and why the run failed."""
         run = self._one(query)
         logs = self._within(run.root / "logs")
         files = [match for path in logs.glob("*") if (match := _LOG.fullmatch(path.name))]
@@ -354,16 +356,15 @@ class Answers:
             reason = ending(run, is_copy=self._url is not None).reason
         text = b"".join(map(self._bytes, paths))  # five files of 10 MB at most
         end = len(text) if query.before is None else max(0, min(query.before, len(text)))
-        begin = max(0, end - _TEXT_BYTES)
-        lines = text[begin:end].splitlines(keepends=True)
-        whole = lines[1:] if begin and len(lines) > 1 else lines
-        shown = whole[-query.lines :]
-        before = end - sum(map(len, shown)) if shown else 0
+        wanted = partial(is_wanted, level=query.level, needle=query.text.casefold())
+        entries, before = last_entries(text, end, query.lines, wanted)
+        failure = error_at_end(text) if reason is not None else None
         return {
             "ranks": sorted({int(match[1]) for match in files}),
-            "lines": [line.decode("utf-8", "replace").rstrip("\r\n") for line in shown],
-            "before": before or None,
+            "entries": [entry._asdict() for entry in entries],
+            "before": before,
             "reason": reason,
+            "failure": failure and failure._asdict(),
         }
 
     def config(self, query: Query) -> Answer:

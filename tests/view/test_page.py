@@ -28,6 +28,20 @@ pytestmark = pytest.mark.skipif(PROGRAM is None, reason="there is no chromium he
 READY = "!document.querySelector('[aria-busy]') && document.querySelector('#view > div')"
 VIEWS = ("charts", "rollouts", "prompt/0", "timeline", "checkpoints", "log", "config")
 SMALL = "#/run/sweep%2Fsmall"
+LOG = """2026-01-01 23:59:58.000 debug rank 0 step 1 rollout burnish: begins
+2026-01-01 23:59:59.000 info rank 0 step - - burnish: steps 1 to 9
+2026-01-02 00:00:01.000 info rank 0 step 1 - burnish: reward 0.125  loss 1.5
+2026-01-02 00:00:02.000 warning rank 0 step 2 update burnish: slow
+2026-01-02 00:00:03.000 critical rank 0 step 2 update burnish: the run ends with an error
+    Traceback (most recent call last):
+      File "a.py", line 1, in step_one
+        write()
+      File "b.py", line 2, in write
+        raise OSError("no room")
+        ^^^^^^^^^^^^^^^^^^^^^^^^
+    OSError: no room
+a line of a library
+"""
 NEGATIVE, ZERO, POSITIVE = -1.0, 0.0, 1.0
 TEXTS = {
     NEGATIVE: "wrong, and the reward is below zero",
@@ -46,7 +60,16 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
         config.write_text(config.read_text() + f"seed: {seed}\n")
     make_hostile_run(root / "hostile")
     growing(root, "own", 2)
+    make_failed(root / "failed")
     return root
+
+
+def make_failed(directory: Path) -> None:
+    """A run that failed in its second step, on the next day."""
+    run = RunDirectory(make_run(directory, steps=1))
+    run.write_status(9, "failed", {"problem": "no room", "do": "free some", "step": 2})
+    run.logs.mkdir()
+    (run.logs / "rank-0.log").write_text(LOG)
 
 
 def growing(root: Path, name: str, steps: int) -> RunDirectory:
@@ -127,7 +150,7 @@ def unhurt(tab: Tab) -> None:
 
 def test_runs_charts_and_rollouts_show(tab: Tab, address: str) -> None:
     show(tab, address)
-    tab.wait("document.querySelectorAll('tbody tr').length === 4")
+    tab.wait("document.querySelectorAll('tbody tr').length === 5")
     assert "own" in text(tab, "tbody")
     show(tab, f"{address}#/run/own")
     tab.wait("document.querySelectorAll('.uplot canvas').length > 2")
@@ -240,7 +263,7 @@ def test_samples_stand_side_by_side_with_coloured_tokens(tab: Tab, address: str)
 @pytest.mark.nightly
 def test_keys(tab: Tab, address: str) -> None:
     show(tab, address)
-    tab.wait("document.querySelectorAll('tbody tr a').length === 4")
+    tab.wait("document.querySelectorAll('tbody tr a').length === 5")
     focused = "document.activeElement.textContent"
     names = tab.run("[...document.querySelectorAll('tbody tr a')].map((e) => e.textContent)")
     tab.press("j")
@@ -287,6 +310,44 @@ def test_narrow_pages_do_not_scroll_sideways(tab: Tab, address: str, run: str) -
         tab.run(f"document.querySelectorAll('.item')[{number}].click()")
         tab.wait("document.querySelector('.column')")
         assert tab.run("document.documentElement.scrollWidth") <= 390, number
+
+
+@pytest.mark.nightly
+def test_the_log_says_first_why_a_run_failed(tab: Tab, address: str) -> None:
+    show(tab, f"{address}#/run/failed/log")
+    tab.wait("document.querySelectorAll('.entry').length === 6")
+    notice, toolbar = tab.run("['.notice', '.toolbar'].map((s) => document.querySelector(s).getBoundingClientRect().top)")  # fmt: skip
+    assert notice < toolbar
+    assert "no room" in text(tab, ".notice strong")
+    assert "free some" in text(tab, ".notice")
+    assert tab.run("[...document.querySelectorAll('.notice details, .entry')].some((e) => e.open)") is False  # fmt: skip
+    tab.run("document.querySelector('.notice summary').click()")
+    assert "in step_one" in text(tab, ".notice .traceback")
+    colours = "[...document.querySelectorAll('.entry .said')].map((e) => getComputedStyle(e).color)"
+    debug, info, _, warning, critical, library = tab.run(colours)
+    assert len({debug, info, warning, critical}) == 4
+    assert info == library
+    assert critical == tab.run("getComputedStyle(document.querySelector('.notice strong')).color")
+    assert "reward 0.125" in tab.run("document.querySelectorAll('.entry')[2].textContent")
+    assert text(tab, ".last") == "OSError: no room"
+    assert count(tab, ".day") == 2  # the run went on after midnight
+    tab.resize(390, 844, mobile=True)
+    assert tab.run("document.documentElement.scrollWidth") <= 390
+
+
+@pytest.mark.nightly
+def test_the_log_is_filtered_by_level_and_text(tab: Tab, address: str) -> None:
+    show(tab, f"{address}#/run/failed/log")
+    for level, number in (("info", 5), ("warning", 2), ("error", 1)):
+        tab.run(f"(() => {{ const e = document.querySelector('[name=level]'); e.value = '{level}'; e.dispatchEvent(new Event('change')); }})()")  # fmt: skip
+        tab.wait(f"document.querySelectorAll('.entry').length === {number}")
+        assert f"level={level}" in tab.run("location.hash")
+    show(tab, f"{address}#/run/failed/log?q=REWARD")
+    tab.wait("document.querySelectorAll('.entry').length === 1")
+    assert tab.run("document.querySelector('input[type=search]').value") == "REWARD"
+    show(tab, f"{address}#/run/failed/log?q=nowhere")
+    assert count(tab, ".entry") == 0
+    assert count(tab, ".log .none") == 1
 
 
 @pytest.mark.nightly

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import http.client
 import json
+import logging
 import os
 import socket
 import time
 from collections.abc import Iterator
+from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 from support.runs.rollout_files import row, write
@@ -23,6 +25,7 @@ from bench.view_runs import HOSTILE, make_hostile_run, make_run
 from burnish.config.schema import TracesConfig
 from burnish.files.lease import LEASE, holding_lease
 from burnish.records import RewardCall
+from burnish.tracking.logs import rank_log
 from burnish.tracking.profiles import profiling
 from burnish.tracking.rollouts import rollouts_path, write_rollouts
 from burnish.tracking.rundir import RunDirectory
@@ -323,35 +326,82 @@ def test_the_log(tmp_path: Path) -> None:
     (run / "logs" / "rank-11.log").write_bytes(b"\xff\n")
     (run / "logs" / "other").write_text("x")
     with viewer(tmp_path) as found:
-        assert found.get("log", run="a", rank=11) == {
-            "ranks": [0, 11],
-            "lines": ["\ufffd"],
-            "before": None,
-            "reason": None,
-        }
-        read: list[str] = []
-        before = ""
-        while before is not None:
-            answer = found.get("log", run="a", lines=7, before=before)
-            read, before = answer["lines"] + read, answer["before"]
-        assert read == lines
-        assert found.get("log", run="a", rank=5)["lines"] == []
+        answer = found.get("log", run="a", rank=11)
+        assert [entry["text"] for entry in answer.pop("entries")] == ["\ufffd"]
+        assert answer == {"ranks": [0, 11], "before": None, "reason": None, "failure": None}
+        assert whole_log(found, lines=7) == lines
+        assert whole_log(found, lines=7, text="LINE 5") == [lines[5], *lines[50:60]]
+        assert found.get("log", run="a", rank=5)["entries"] == []
+
+
+def whole_log(found: Viewer, **values: Any) -> list[str]:
+    """The texts of all entries, page by page."""
+    read: list[str] = []
+    before = ""
+    while before is not None:
+        answer = found.get("log", run="a", before=before, **values)
+        read = [entry["text"] for entry in answer["entries"]] + read
+        before = answer["before"]
+    return read
 
 
 def test_a_long_log_is_read_from_its_end(tmp_path: Path) -> None:
     run = make_run(tmp_path / "a", steps=2)
     (run / "logs").mkdir()
-    lines = [f"{number} " + "x" * 200 for number in range(40_000)]
+    lines = [f"{number} " + "x" * 600 for number in range(16_000)]
     (run / "logs" / "rank-0.log").write_text("\n".join(lines) + "\n")
     with viewer(tmp_path) as found:
-        read: list[str] = []
-        before = ""
-        while before is not None:
-            answer = found.get("log", run="a", lines=10_000, before=before)
-            read, before = answer["lines"] + read, answer["before"]
-        assert read == lines
+        assert whole_log(found, lines=10_000) == lines
+        assert whole_log(found, text="7 x", level="info") == lines[7::10]
+        assert whole_log(found, level="warning") == []
         (run / "logs" / "rank-0.log").write_text("x" * (9 << 20))  # one line, longer than a piece
-        assert sum(map(len, found.get("log", run="a")["lines"])) == 4 << 20
+        assert len(found.get("log", run="a")["entries"][0]["text"]) == 4 << 20
+
+
+@pytest.mark.parametrize("form", ["text", "json"])
+def test_the_log_is_read_as_it_was_written(tmp_path: Path, form: Literal["text", "json"]) -> None:
+    run = RunDirectory(make_run(tmp_path / "a", steps=2))
+    spans = Spans()
+    written = logging.getLogger("burnish")
+
+    def fails() -> None:
+        with rank_log(run.logs / "rank-0.log", 0, spans, form):
+            written.info("first\n  and second")
+            spans.step = 2
+            with spans("update"):
+                written.warning("slow")
+                print(1 / 0)
+
+    with pytest.raises(ZeroDivisionError):
+        fails()
+    with (run.logs / "rank-0.log").open("a") as file:
+        file.write("of another program\nFatal Python error: Aborted\n\nThread 0x7f:\n  File\n")
+    with viewer(tmp_path) as found:
+        entries = found.get("log", run="a")["entries"]
+        names = ("level", "step", "phase", "text")
+        assert [tuple(entry[name] for name in names) for entry in entries] == [
+            ("info", None, "", "first"),
+            ("debug", 2, "update", "begins"),
+            ("warning", 2, "update", "slow"),
+            ("critical", 2, "update", "the run ends with an error"),
+            ("", None, "", "of another program"),
+            ("critical", None, "", "Fatal Python error: Aborted"),
+        ]
+        assert entries[0]["more"] == "  and second"
+        assert entries[3]["more"].startswith("Traceback (most recent call last):\n  File")
+        assert entries[3]["more"].endswith("\nZeroDivisionError: division by zero")
+        assert entries[-1]["more"] == "\nThread 0x7f:\n  File"
+        assert all(datetime.fromisoformat(entry["time"]) for entry in entries[:4])
+        levels = {"info": 5, "warning": 3, "error": 2, "critical": 2}
+        for level, count in levels.items():
+            assert len(found.get("log", run="a", level=level)["entries"]) == count
+        assert found.get("log", run="a")["failure"] is None
+        run.write_status(2, "failed", {"problem": "x"})
+        assert found.get("log", run="a")["failure"] == entries[3]
+        with rank_log(run.logs / "rank-0.log", 0, Spans(), form):
+            written.info("another start")
+        assert found.get("log", run="a")["failure"] is None
+        found.get("log", run="a", level="loud", status=400)
 
 
 def test_configurations_beside_each_other(served: Viewer) -> None:

@@ -1,4 +1,4 @@
-// Checkpoints, the log, and the configuration with the environment.
+// Checkpoints, and the configuration with the environment.
 
 import {otherRuns} from "./compare.js";
 import {frozen, get} from "./data.js";
@@ -6,7 +6,7 @@ import {button, bytes, cells, count, date, h, options, plural, searchBox, settin
 import {changed, go, here, link, replace} from "./place.js";
 
 const STEPS = [["step"], ["health", "health"], ["pinned"], ["saved", "mid soft"], ["size", "right"], ["files", "right mid"], ["layout", "mid soft"]];
-const MOST_OF_A_LINE = 2000, AT_END = 60;
+const MOST_OF_A_DIFF_LINE = 2000;
 
 export function checkpointsView(body) {
   const row = (step, latest) => h("tr", {tabindex: -1, "data-row": true}, cells(STEPS, [
@@ -21,42 +21,6 @@ export function checkpointsView(body) {
       h("div.head", h("h1", "Checkpoints"), h("span.soft", steps.length ? `${count(steps.length)}, ${bytes(size)}` : "")),
       wrong ? h("div.notice", words(wrong)) : "",
       steps.length ? table("steps", STEPS, [...steps].reverse().map((step) => row(step, latest))) : h("p.none", "No step has been committed yet."));
-  }
-  return {update};
-}
-
-export function logView(body) {
-  const rank = h("select", {"aria-label": "Rank", onchange: () => go(changed({rank: rank.value}))}), search = searchBox("q", "Filter lines");
-  const older = button("more", "Older lines", () => load(true)), lines = h("div.log.whole", {tabindex: 0});
-  body.append(h("div.head", h("h1", "Log")), h("div.toolbar", rank, search), older, lines);
-  let all = [], before = null, asked = null;
-
-  async function load(further = false) {
-    const {run, query} = here(), answer = await get("log", {run, rank: query.get("rank") ?? 0, lines: 500, before: further ? before : null});
-    all = further ? [...answer.lines, ...all] : answer.lines;
-    ({before} = answer);
-    rank.replaceChildren(...options(answer.ranks.map((each) => [each, `rank ${each}`])));
-    rank.hidden = answer.ranks.length < 2;
-    rank.value = query.get("rank") ?? 0;
-    render(query);
-  }
-
-  function render(query) {
-    const q = (query.get("q") ?? "").toLowerCase(), shown = all.filter((text) => text.toLowerCase().includes(q));
-    const kind = (text) => (/\b(ERROR|CRITICAL|Traceback)\b/.test(text) ? ".bad" : /\bWARN(ING)?\b/.test(text) ? ".warn" : "");
-    older.hidden = before === null;
-    lines.replaceChildren(...shown.map((text) => h(`div${kind(text)}`, words(text, MOST_OF_A_LINE))));
-    if (!shown.length) lines.append(h("p.none", all.length ? "No line matches." : "The log is empty."));
-  }
-
-  async function update({query}, live) {
-    const key = query.get("rank"), atEnd = lines.scrollTop + lines.clientHeight > lines.scrollHeight - AT_END;
-    search.follow(query);
-    if (live ? atEnd : asked === null || key !== asked.key) {
-      await load();
-      lines.scrollTop = lines.scrollHeight;
-    } else if (!live) render(query);
-    asked = {key};
   }
   return {update};
 }
@@ -88,7 +52,7 @@ function surroundings(yaml, {environment, diff}, open) {
   const facts = Object.entries(environment ?? {}).filter(([, value]) => value !== null);
   const row = ([name, value]) => h("tr", cells([], [words(name), words([value].flat().join(" "))]));
   const kind = (text) => (/^(\+\+\+|---|diff |index |@@)/.test(text) ? ".soft" : {"+": ".good", "-": ".bad"}[text[0]] ?? "");
-  const changes = (diff ?? "").split("\n").map((text) => h(`div${kind(text)}`, words(text, MOST_OF_A_LINE)));
+  const changes = (diff ?? "").split("\n").map((text) => h(`div${kind(text)}`, words(text, MOST_OF_A_DIFF_LINE)));
   return [
     h("h2", "Environment"), table("settings", [], facts.map(row)),
     ...(diff ? [h("h2", "Uncommitted changes"), h("div.log", changes)] : []),

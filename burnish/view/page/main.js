@@ -3,7 +3,8 @@
 import {chartsView} from "./charts.js";
 import {forget, frozen, get, listen} from "./data.js";
 import {h, problem, words} from "./dom.js";
-import {checkpointsView, configView, logView} from "./facts.js";
+import {checkpointsView, configView} from "./facts.js";
+import {logView} from "./log.js";
 import {besideOf, go, here, link} from "./place.js";
 import {promptView, rolloutsView} from "./rollouts.js";
 import {runsView} from "./runs.js";
