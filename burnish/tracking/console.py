@@ -1,7 +1,8 @@
-"""Print one line per step. A line that is too long drops the least important numbers; `metrics.jsonl` has all."""
+"""Print one line per step, and write it to the log. A line that is too long drops the least important numbers; `metrics.jsonl` has all."""
 
 from __future__ import annotations
 
+import logging
 import math
 import sys
 from collections import deque
@@ -12,6 +13,7 @@ from typing import TextIO, cast
 from rich.console import Console
 from rich.text import Text
 
+from burnish.tracking import logs
 from burnish.tracking.progress import Screen
 from burnish.tracking.trackers import Tracker
 
@@ -91,7 +93,7 @@ class ConsoleTracker(Tracker):
         self._recent: deque[float] = deque(maxlen=_ETA_STEPS)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Print the step's line and its validation's line."""
+        """Print the step's line and its validation's line. The log has them of all steps, and whole."""
         if "timing_s/step" in values:
             self._recent.append(values["timing_s/step"])
         is_due = step % self._every == 0 or step in (1, self._total)
@@ -101,10 +103,15 @@ class ConsoleTracker(Tracker):
             for name, value in values.items()
             if name.startswith("val/") and name.count("/") == 1
         }
-        if is_due and (step or not measured):
-            self._print(step, self._parts(step, values))
+        has_line = bool(step or not measured)
+        parts = self._parts(step, values) if has_line else {}
+        if is_due and has_line:
+            self._print(step, parts)
         if measured:
             self._print(step, measured)
+        if logs.descriptor() is not None:
+            words = (part.plain.split() for part in (parts | measured).values())
+            logs.add("  ".join(map(" ".join, words)), logging.INFO)
 
     def _parts(self, step: int, values: Mapping[str, float]) -> dict[str, Text]:
         parts = {}

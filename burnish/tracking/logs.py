@@ -166,11 +166,11 @@ def spans() -> Spans | None:
     return None if (handler := _latest()) is None else handler.spans
 
 
-def add(text: str) -> None:
-    """Write an error to this process's log, even if that is closed."""
+def add(text: str, level: int = logging.CRITICAL) -> None:
+    """Write a line to this process's log, even if that is closed: an error, or what the console shows otherwise."""
     if (handler := _latest()) is not None:
         is_open = handler.stream is not None
-        handler.say(logging.CRITICAL, text)
+        handler.say(level, text)
         if not is_open:
             handler.close()
 
