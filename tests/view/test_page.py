@@ -6,6 +6,7 @@ import json
 import math
 import random
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from urllib.parse import quote
 
@@ -28,6 +29,7 @@ pytestmark = pytest.mark.skipif(PROGRAM is None, reason="there is no chromium he
 READY = "!document.querySelector('[aria-busy]') && document.querySelector('#view > div')"
 VIEWS = ("charts", "rollouts", "prompt/0", "timeline", "checkpoints", "log", "config")
 SMALL = "#/run/sweep%2Fsmall"
+CHAT = "<|im_start|>system\nBe short.<|im_end|>\n<|im_start|>user\n2 + 2?<|im_end|>\n<|im_start|>assistant\n"
 LOG = """2026-01-01 23:59:58.000 debug rank 0 step 1 rollout burnish: begins
 2026-01-01 23:59:59.000 info rank 0 step - - burnish: steps 1 to 9
 2026-01-02 00:00:01.000 info rank 0 step 1 - burnish: reward 0.125  loss 1.5
@@ -61,7 +63,20 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     make_hostile_run(root / "hostile")
     growing(root, "own", 2)
     make_failed(root / "failed")
+    make_said(root / "said")
     return root
+
+
+def make_said(directory: Path) -> None:
+    """A chat whose first sample changes over three steps, and another one."""
+    run = RunDirectory(make_run(directory, steps=3))
+    for step, said in enumerate(("no idea", "2 + 2 is five today", "2 + 2 is four today"), start=1):
+        made = [
+            made_rollout(index, sample, text="the same" if sample else said, reward=float("four" in said and not sample), prompt=CHAT)
+            for index in (5, 8)
+            for sample in range(2)
+        ]  # fmt: skip
+        write_rollouts(run.rollouts, step, table_of(made), [0.0] * len(made))
 
 
 def make_failed(directory: Path) -> None:
@@ -150,7 +165,7 @@ def unhurt(tab: Tab) -> None:
 
 def test_runs_charts_and_rollouts_show(tab: Tab, address: str) -> None:
     show(tab, address)
-    tab.wait("document.querySelectorAll('tbody tr').length === 5")
+    tab.wait("document.querySelectorAll('tbody tr').length === 6")
     assert "own" in text(tab, "tbody")
     show(tab, f"{address}#/run/own")
     tab.wait("document.querySelectorAll('.uplot canvas').length > 2")
@@ -263,7 +278,7 @@ def test_samples_stand_side_by_side_with_coloured_tokens(tab: Tab, address: str)
 @pytest.mark.nightly
 def test_keys(tab: Tab, address: str) -> None:
     show(tab, address)
-    tab.wait("document.querySelectorAll('tbody tr a').length === 5")
+    tab.wait("document.querySelectorAll('tbody tr a').length === 6")
     focused = "document.activeElement.textContent"
     names = tab.run("[...document.querySelectorAll('tbody tr a')].map((e) => e.textContent)")
     tab.press("j")
@@ -310,6 +325,103 @@ def test_narrow_pages_do_not_scroll_sideways(tab: Tab, address: str, run: str) -
         tab.run(f"document.querySelectorAll('.item')[{number}].click()")
         tab.wait("document.querySelector('.column')")
         assert tab.run("document.documentElement.scrollWidth") <= 390, number
+
+
+@pytest.mark.nightly
+def test_a_prompt_through_time_has_its_changes_marked(tab: Tab, address: str) -> None:
+    show(tab, f"{address}#/run/said/rollouts?prompt=5")
+    tab.wait("document.querySelector('.reader .through-time')")
+    tab.press("t")
+    tab.wait("document.querySelectorAll('.by-step section').length === 3")
+    assert "sample=0" in tab.run("location.hash")
+    marked = "[...document.querySelectorAll('.by-step .text')].map((e) => [...e.childNodes].map((n) => [n.localName ?? '', n.textContent]).filter(([, t]) => t))"
+    assert tab.run(marked) == [
+        [["", "2 + 2 is "], ["del", "five "], ["ins", "four "], ["", "today"]],
+        [["del", "no idea"], ["ins", "2 + 2 is five today"]],
+        [["", "no idea"]],
+    ]
+    means = tab.run("[...document.querySelectorAll('.by-step h2 span')].map((e) => e.textContent)")
+    assert means == ["mean 0.5", "mean 0", "mean 0"]
+    tab.press("ArrowRight")
+    tab.wait("location.hash.includes('sample=1')")
+    tab.wait("!document.querySelector('.by-step del')")  # this sample said the same each time
+    link = tab.run("location.href")
+    show(tab, f"{link.replace('sample=1', 'sample=best')}&plain=1")
+    assert count(tab, ".by-step ins, .by-step del") == 0
+    assert text(tab, ".by-step .text") == "2 + 2 is four today"
+    show(tab, link)
+    assert tab.run("document.querySelector('.toolbar select').value") == "1"
+    tab.press("m")
+    tab.wait("document.querySelector('.prompt-shown > .text')")
+    assert "<|im_start|>" in text(tab, ".prompt-shown > .text")
+    tab.resize(390, 844, mobile=True)
+    assert tab.run("document.documentElement.scrollWidth") <= 390
+
+
+@pytest.mark.nightly
+def test_words_that_changed(tab: Tab, address: str) -> None:
+    show(tab, address)
+    changes = "import('/static/changes.js').then((m) => m.changesOf({}, {}))"
+    rng = random.Random(0)
+    for _ in range(60):
+        earlier, later = ("".join(rng.choice(["a ", "b", "c\n", ", ", "漢", "é "]) for _ in range(rng.randrange(14))) for _ in range(2))  # fmt: skip
+        parts = tab.run(changes.format(json.dumps(earlier), json.dumps(later)))
+        assert "".join(part for kind, part in parts if kind != "del") == later
+        kept = "".join(part for kind, part in parts if kind != "ins")
+        assert kept.split() == earlier.split() or "".join(kept.split()) == "".join(earlier.split())
+        assert all(one[0] != other[0] for one, other in pairwise(parts))
+    long = " ".join(map(str, range(3000)))
+    assert tab.run(changes.format(json.dumps(long), json.dumps(f"{long} more")))[-1] == ["ins", "more"]  # fmt: skip
+
+
+@pytest.mark.nightly
+def test_a_chat_is_shown_as_messages_or_raw(tab: Tab, address: str) -> None:
+    show(tab, f"{address}#/run/said/rollouts?prompt=5")
+    tab.wait("document.querySelector('.reader .messages')")
+    messages = "[...document.querySelectorAll('.message')].map((e) => [e.dataset.role, e.querySelector('.bubble').textContent])"
+    assert tab.run(messages) == [["system", "Be short."], ["user", "2 + 2?"]]
+    tab.press("m")
+    tab.wait("location.hash.includes('raw=1') && document.querySelector('.prompt-shown > .text')")
+    assert text(tab, ".prompt-shown > .text") == CHAT
+    tab.press("m")
+    tab.wait("document.querySelector('.reader .messages') && !location.hash.includes('raw')")
+    rewards = tab.run("[...document.querySelectorAll('.item .reward')].map((e) => e.textContent)")
+    assert set(rewards) == {"0", "1"}
+
+
+@pytest.mark.nightly
+def test_keys_go_through_the_samples_and_the_groups(tab: Tab, address: str) -> None:
+    show(tab, f"{address}#/run/said/rollouts")
+    current = "(() => { const e = document.querySelector('.item[aria-current]'); return e && [...document.querySelectorAll('.item')].indexOf(e); })()"
+    tab.wait(f"{current} === 0 && document.querySelectorAll('.column .samples a').length === 2")
+    for key, place in (("J", 2), ("J", 4), ("ArrowRight", 5), ("ArrowRight", 5), ("K", 2), ("j", 3), ("ArrowLeft", 2), ("K", 0), ("K", 0)):  # fmt: skip
+        tab.press(key)
+        tab.wait(f"{current} === {place} && {READY}")
+        tab.wait("document.querySelector('.column .samples [aria-current]')?.getAttribute('href').includes(encodeURIComponent(document.querySelector('.item[aria-current]').dataset.id))")  # fmt: skip
+    tab.press("?")
+    assert {"J", "t", "m"} <= set(tab.run("[...document.querySelectorAll('#help kbd')].map((e) => e.textContent)"))  # fmt: skip
+
+
+@pytest.mark.nightly
+def test_a_link_to_a_rollout_can_be_copied(tab: Tab, address: str) -> None:
+    show(tab, f"{address}#/run/said/rollouts?prompt=5")
+    tab.wait("document.querySelectorAll('.column .copy').length === 2")
+    tab.run("Object.defineProperty(navigator, 'clipboard', {value: {writeText: async (text) => { window.copied = text; }}})")  # fmt: skip
+    for number, expected in ((0, "2 + 2 is four today"), (1, None)):
+        tab.run(f"document.querySelectorAll('.column .copy')[{number}].click()")
+        tab.wait("window.copied")
+        copied = tab.run("(() => { const text = window.copied; window.copied = null; return text; })()")  # fmt: skip
+        assert expected in (None, copied)
+    show(tab, copied)
+    tab.wait("document.querySelector('.column .text')")
+    assert text(tab, ".column .text") == "2 + 2 is four today"
+
+
+@pytest.mark.nightly
+def test_steps_without_rollouts_are_named_and_no_share_stays(tab: Tab, address: str) -> None:
+    show(tab, f"{address}{SMALL}/rollouts")  # each 20th step of 60
+    tab.wait("document.querySelector('.fold .faint')?.textContent.includes('3 of 60')")
+    tab.wait("!document.querySelector('.fold').textContent.includes('%')")
 
 
 @pytest.mark.nightly

@@ -6,7 +6,8 @@ import {h, problem, words} from "./dom.js";
 import {checkpointsView, configView} from "./facts.js";
 import {logView} from "./log.js";
 import {besideOf, go, here, link} from "./place.js";
-import {promptView, rolloutsView} from "./rollouts.js";
+import {promptView} from "./prompt.js";
+import {rolloutsView} from "./rollouts.js";
 import {runsView} from "./runs.js";
 import {timelineView} from "./timeline.js";
 
@@ -20,7 +21,7 @@ const TABS = [
   ["checkpoints", "Checkpoints", "k"], ["log", "Log", "l"], ["config", "Configuration", "f"],
 ].filter(([view]) => !frozen || ["charts", "rollouts", "config"].includes(view));
 const KEYS = [
-  ["j k", "next and previous row or rollout"], ["Enter", "open it"], ["← →", "other samples of a prompt; other steps"], ["/", "search"],
+  ["j k", "next and previous row or rollout"], ["Enter", "open it"], ["← →", "other samples of a group; other steps"], ["J K", "next and previous group of samples"], ["t", "the prompt through time"], ["m", "prompt as messages or raw"], ["/", "search"],
   ["b", "side by side"], ["x", "choose a run"], ["p", "make a run a favourite"], ["s", "smooth lines"], ["d", "dark or light"], ["g h", "all runs"],
   ...TABS.map(([, title, key]) => [`g ${key}`, title.toLowerCase()]), ["u", "up"], ["?", "these keys"],
 ];

@@ -23,7 +23,7 @@ export function messagesOf(prompt) {
 export function promptShown(prompt) {
   const messages = messagesOf(String(prompt ?? "")), raw = here().query.get("raw") === "1";
   if (!messages.length) return passage(prompt, ".prompt");
-  const turn = button("toggle", "Raw", () => replace(changed({raw: raw ? null : "1"})), {"aria-pressed": String(raw), title: "The prompt as the model reads it"});
+  const turn = button("toggle.raw", "Raw", () => replace(changed({raw: raw ? null : "1"})), {"aria-pressed": String(raw), title: "The prompt as the model reads it"});
   const bubble = ({role, text}) => h("div.message", {"data-role": role}, h("span.role", words(role)), h("div.bubble", {dir: "auto"}, words(text)));
   return h("div.prompt-shown", turn, raw ? passage(prompt, ".prompt") : h("div.messages", messages.map(bubble)));
 }

@@ -1,7 +1,7 @@
 // One rollout, and perhaps another one beside it: prompt, answers, rewards, tokens, trace.
 
 import {frozen, get} from "./data.js";
-import {button, copyButton, count, duration, fixed, h, num, options, passage, rewardChip, short, words} from "./dom.js";
+import {button, copyButton, count, duration, h, num, options, passage, rewardChip, short, words} from "./dom.js";
 import {promptShown} from "./messages.js";
 import {changed, here, link, replace} from "./place.js";
 import {lanes, own} from "./timeline.js";
@@ -35,7 +35,7 @@ export async function readRollout(run, id, query) {
     h("div.head",
       h("a.back", {href: link("rollouts", run, null, filtersOf(query))}, "‹ List"),
       h("h1", `${isValidation ? "Validation at step" : "Step"} ${count(row.step)}`),
-      frozen ? h("span.soft", prompt) : h("a.link", {href: link("prompt", run, row.prompt_index, {kind: isValidation && row.kind})}, prompt),
+      frozen ? h("span.soft", prompt) : h("a.link.through-time", {href: link("prompt", run, row.prompt_index, {kind: isValidation && row.kind, sample: row.sample, raw: query.get("raw")}), title: "What it said at each step (t)"}, `${prompt} through time`),
       row.source ? h("span.soft", words(row.source)) : null, h("span.space"),
       arrays.length ? h("label", "Colour tokens by ", choice) : null,
       other || next ? h("a.button.beside", {href: toRollout(row, other ? null : next.id), title: "b"}, other ? "One only" : "Side by side") : null),
@@ -51,7 +51,7 @@ function column(row, siblings, to, {wanted, most, shared}) {
   const sample = (each) => h("a", {"aria-current": each.id === row.id && "true", href: to(each), title: `sample ${each.sample}`}, rewardChip(each.reward));
   const facts = [
     ["sample", row.sample], ["tokens", row.length && count(row.length)], ["ended by", row.stop_reason],
-    ["advantage", row.advantage === undefined || row.advantage === null ? null : fixed(row.advantage)], ["weights", row.weights_version],
+    ["advantage", row.advantage === undefined || row.advantage === null ? null : short(row.advantage)], ["weights", row.weights_version],
   ].filter(([, value]) => value !== null && value !== undefined);
   const parts = Object.entries(row.reward_parts ?? {}).map(([name, value]) => h("div", h("dt", words(name)), h("dd", rewardChip(value))));
   return h("section.column",
