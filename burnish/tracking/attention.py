@@ -74,6 +74,11 @@ def _means(values: list[float], count: int) -> list[float]:
     return [fmean(values[i : i + count]) for i in range(len(values) - count + 1)]
 
 
+def _noise(values: list[float]) -> float:
+    """Return how far one step is from the next."""
+    return median(abs(after - before) for before, after in pairwise(values))
+
+
 def _patience(settings: Settings) -> int:
     """Return after how many steps a model should have learned what ends by itself."""
     return max(_FEW, (settings.get("steps") or 0) // 4)
@@ -137,7 +142,8 @@ def _cut_off(numbers: Numbers, settings: Settings) -> Iterator[Attention]:
         return
     share = fmean(values[-_FEW:])
     # A model that learns to stop is no reason to raise the limit.
-    is_falling = fmean(values[-5:]) < 0.97 * max(_means(values, 5))
+    highest = max(_means(values, 5))
+    is_falling = highest - fmean(values[-5:]) > max(0.03 * highest, 2 * _noise(values))
     limit = settings.get("rollout.max_response_length")
     if share >= 0.3 and not (is_falling or _rises(numbers)):
         setting = f"rollout.max_response_length={2 * limit}" if isinstance(limit, int) else None
@@ -166,7 +172,7 @@ def _reward_moves(numbers: Numbers, settings: Settings) -> Iterator[Attention]:
     if len(values) < 3 * _FEW:
         return
     means = _means(values, _FEW)
-    noise = median(abs(after - before) for before, after in pairwise(values))
+    noise = _noise(values)
     start = means[0]
     best = max(means)
     last = means[-1]

@@ -89,6 +89,14 @@ def test_each_rule_names_its_setting(key: str) -> None:
     assert (setting or found.also or "") in sentence(found)
 
 
+def test_noise_is_no_fall() -> None:
+    for noise in (0.0, 0.05, 0.15):
+        shares = noisy(lambda n: 0.75, noise=noise)
+        assert keys({"response_length/clip_ratio": shares}) == ["cut_off"]
+    falling = noisy(lambda n: 0.9 - n / 100, noise=0.05)
+    assert keys({"response_length/clip_ratio": falling}) == []
+
+
 def test_what_the_aim_is_or_what_is_set_already_needs_none() -> None:
     solved = {"reward/mean": [0.95] * 30}
     assert keys(solved | {"reward/zero_std_frac": [1.0] * 30}) == []
