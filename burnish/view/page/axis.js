@@ -12,7 +12,7 @@ export const AXIS_WORDS = {
 };
 export const AXIS_TICKS = {time: (x) => (x ? duration(x) : "0"), tokens: short};
 
-// Return, for each run, a function from a step to its place on the axis.
+// Return, for each run, a function from a step to its place on the axis; null for a run that did not write where its steps are.
 export async function places(runs, axis) {
   if (!axis) return Object.fromEntries(runs.map((run) => [run, (step) => step]));
   const found = await get("metrics", {run: runs, names: [SECONDS, TOKENS, RATE, UPDATE].join(","), points: POINTS_OF_AN_AXIS});
@@ -28,7 +28,7 @@ function tokensOf({[TOKENS]: counted, [RATE]: rate, [UPDATE]: update}) {
 
 // The sum up to a step of what each step adds; between two known steps it grows evenly. A mean counts for the steps of its bucket.
 function along(series) {
-  if (!series?.steps.length) return (step) => step;
+  if (!series?.steps.length) return null;
   const {steps, values} = series, ends = [];
   values.forEach((value, i) => ends.push((ends[i - 1] ?? 0) + (num(value) || 0) * (i ? steps[i] - steps[i - 1] : (steps[1] ?? steps[0] + 1) - steps[0])));
   const known = new Map(steps.map((step, i) => [step, ends[i]]));

@@ -3,7 +3,7 @@
 import {frozen, get} from "./data.js";
 import {cells, copyButton, count, date, duration, h, mean, num, problem, short, table, words} from "./dom.js";
 import {changed, link} from "./place.js";
-import {validationNames} from "./titles.js";
+import {measureTitle, validationNames, withoutRepeats} from "./titles.js";
 
 const TROUBLES = [
   ["Optimizer steps skipped for a gradient norm that was not finite", "actor/skipped", "critic/skipped", "train/skipped"],
@@ -26,7 +26,7 @@ export async function runHead(run, about, found) {
     h("div.head", h("h1", about.name ?? run), about.state ? h(`span.state.${about.state}`, about.state) : null,
       h("span.facts", facts.filter(Boolean).map((fact) => h("span", words(fact))))),
     failure(about), ...notices.map((notice) => h("div.notice", words(notice))), attention(items),
-    h("div.tiles", tiles(found, about).map(tile)), ...validations(found)].filter(Boolean);
+    h("div.tiles", tiles(found, about).map(tile)), ...validations(found, about)].filter(Boolean);
 }
 
 // Why a run failed, and where to read more.
@@ -42,20 +42,21 @@ function failure({run, reason}) {
 function attention(items) {
   const setting = (text) => h("span.paste", h("code", words(text)), copyButton(() => text, `Copy ${text}`));
   const chart = (metric) => h("a.link", {href: changed({open: metric})}, "Chart");
-  const row = ({text, also, metric, setting: paste}) => h("li", h("span", words(text), also ? h("span.soft", " ", words(also)) : null), paste ? setting(paste) : null, metric ? chart(metric) : null);
+  const row = ({text, also, metric, setting: paste}) => h("li", h("div", words(text)), h("div.help", paste ? setting(paste) : null, also ? h("span.soft", words(paste ? `also: ${also}` : also)) : null, metric ? chart(metric) : null));
   return items.length ? h("section.attention", {"aria-label": "What needs attention"}, h("h2", "What needs attention"), h("ul", items.map(row))) : null;
 }
 
-const validationsOf = (found) => validationNames(Object.keys(found));
+const validationsOf = (found) => validationNames(withoutRepeats(Object.keys(found), {run: found}));
+const isEvaluation = ({kind, parent}) => kind === "eval" || Boolean(parent);
 
 // The main numbers: [label, value, value before, note].
-function tiles(found, {step, of, best}) {
+function tiles(found, about) {
   const finite = (name) => (found[name]?.values ?? []).map(num).filter(Number.isFinite), made = [];
-  const [held] = validationsOf(found), name = ["reward/mean", "train/loss", "actor/loss"].find((each) => found[each]);
+  const {step, of} = about, [held] = validationsOf(found), name = ["reward/mean", "train/loss", "actor/loss"].find((each) => found[each]);
   if (held) {
-    const {values} = found[held];
-    made.push([`Validation ${held.slice(4)}`, short(values.at(-1)), values.length > 1 ? short(values[0]) : "",
-      best && values.length > 1 ? `last; best ${short(best.value)} at step ${count(best.step)}` : "held-out data"]);
+    const {steps, values} = found[held], known = finite(held), best = /loss|perplexity/.test(held) ? Math.min(...known) : Math.max(...known);
+    made.push([`Validation ${measureTitle(held.slice(4))}`, short(values.at(-1)), values.length > 1 ? short(values[0]) : "",
+      known.length > 1 ? `last; best ${short(best)} at step ${count(steps[values.findIndex((value) => num(value) === best)])}` : "held-out data"]);
   }
   if (name) {
     const values = finite(name), few = Math.max(1, Math.floor(values.length / 20)), label = name === "reward/mean" ? "Training reward" : "Training loss";
@@ -64,19 +65,19 @@ function tiles(found, {step, of, best}) {
   }
   const last = Math.max(step ?? 0, ...Object.values(found).map(({steps}) => steps.at(-1)));
   const seconds = finite("timing_s/step"), rates = finite("perf/tokens_per_s").sort((a, b) => a - b);
-  made.push(["Steps", count(last), "", of ? `of ${count(of)}` : ""]);
+  made.push(isEvaluation(about) ? ["Step", count(last), "", "that was measured"] : ["Steps", count(last), "", of ? `of ${count(of)}` : ""]);
   if (seconds.length) made.push(["Time in steps", duration(mean(seconds) * last), "", `${short(mean(seconds))} s per step`]);
   if (rates.length) made.push(["Tokens per second", short(rates[rates.length >> 1]), "", "median step"]);
   return made;
 }
 
 // The first and last values of a validation's metrics.
-function validations(found) {
-  const names = validationsOf(found), heads = [["metric"], ["first", "right"], ["last", "right"], ["change", "right"]];
+function validations(found, about) {
+  const names = validationsOf(found), once = isEvaluation(about), heads = once ? [["metric"], ["", "right"]] : [["metric"], ["first", "right"], ["last", "right"], ["change", "right"]];
   const rows = names.map((name) => {
     const {steps, values} = found[name], change = num(values.at(-1)) - num(values[0]);
     const cell = (i) => [short(values.at(i)), h("span.unit", `step ${count(steps.at(i))}`)];
-    return h("tr", cells(heads, [name.slice(4), cell(0), cell(-1), `${change > 0 ? "+" : ""}${short(change)}`]));
+    return h("tr", cells(heads, [measureTitle(name.slice(4)), ...(once ? [short(values.at(-1))] : [cell(0), cell(-1), `${change > 0 ? "+" : ""}${short(change)}`])]));
   });
-  return names.length > 1 ? [h("details", h("summary", "Validation"), table("narrow", heads, rows))] : [];
+  return names.length > 1 ? [h("details", {open: once}, h("summary", "Validation"), table("narrow", heads, rows))] : [];
 }

@@ -20,12 +20,22 @@ const TITLES = {
   "reward/mean": "Reward", "reward/std": "Reward, standard deviation", "train/loss": "Loss", "actor/loss": "Loss of the policy", "actor/pg_loss": "Policy gradient loss",
   "train/grad_norm": "Gradient norm", "actor/grad_norm": "Gradient norm of the policy", "critic/grad_norm": "Gradient norm of the critic",
   "train/lr": "Learning rate", "actor/lr": "Learning rate of the policy", "critic/lr": "Learning rate of the critic",
+  "actor/kl_coef": "Weight of the KL to the reference", "actor/moe/load_imbalance": "Load of the busiest expert over the mean", "actor/moe/aux_loss": "Load-balancing loss",
+  "train/moe/load_imbalance": "Load of the busiest expert over the mean", "train/moe/aux_loss": "Load-balancing loss",
+  "actor/skipped": "Skipped optimizer steps", "train/skipped": "Skipped optimizer steps", "critic/skipped": "Skipped optimizer steps of the critic",
+  "critic/loss": "Loss of the critic", "critic/vf_clipfrac": "Clipped values, share", "critic/values/mean": "Values, mean", "critic/returns/mean": "Returns, mean",
+  "reward/errors": "Failed rewards", "reward/dropped": "Completions without a reward",
   "response_length/mean": "Response length, mean tokens", "response_length/max": "Response length, most tokens",
   "actor/pg_clipfrac": "Clipped tokens, share", "actor/pg_clipfrac_lower": "Tokens clipped below, share", "rollout/mismatch_max": "Generator against engine, largest difference",
-  "train/tokens": "Trained tokens", "timing_s/step": "Step, seconds", "perf/max_memory_gb": "Peak memory, GB", "perf/max_memory_gb/all": "Peak memory, GB",
+  "rollout/mismatch_ess": "Generator against engine, effective samples, share", "rollout/mismatch_capped": "Generator against engine, capped tokens, share",
+  "rollout/mismatch_rejected": "Generator against engine, tokens left out, share", "rollout/staleness/mean": "Age of completions, steps", "rollout/staleness/max": "Age of the oldest completion, steps",
+  "train/tokens": "Trained tokens", "timing_s/step": "Step, seconds", "perf/wait_seconds": "Waiting for completions, seconds", "perf/max_memory_gb": "Peak memory, GB", "perf/max_memory_gb/all": "Peak memory, GB",
 };
 const FIRST = ["accuracy", "mean@", "exact_match", "reward", "pass@"], MOST_LINES = 6;
-const ALONE = /(^|\/)(loss|response_length|reward|dropped|errors|tokens|perplexity)(\/|$)/;
+const ALONE = /(^|\/)(loss|response_length|reward|reward_parts|dropped|errors|tokens|perplexity)(\/|$)/;
+// The end of a validation's metric, after the source if there is one, and words for some.
+const MEASURED = /^(?:(.+?)\/)??((?:response_length|reward_parts)\/[^/]+|[^/]+)$/;
+const MEASURES = {"response_length/mean": "response length, tokens", "response_length/clip_ratio": "truncated responses, share", dropped: "completions without a reward"};
 
 const capital = (text) => text.charAt(0).toUpperCase() + text.slice(1);
 const plain = (name) => name.replace(/_/g, " ").replace(/\//g, " › ");
@@ -37,15 +47,22 @@ export function metricTitle(name) {
   if (listed) return listed[0];
   const [family, ...rest] = name.split("/"), words = plain(rest.join("/"));
   if (!words) return capital(plain(name));
-  if (family === "val") return /response_length\/(mean|clip_ratio)$/.test(name) ? `Validation: ${plain(rest.slice(0, -2).concat(rest.at(-1) === "mean" ? "response length, tokens" : "truncated responses, share").join("/"))}` : `Validation ${words}`;
+  if (family === "val") {
+    const [, source, measure] = MEASURED.exec(rest.join("/")) ?? [null, "", words];
+    return `Validation${source ? ` of ${source}` : ""}${source || Object.hasOwn(MEASURES, measure) ? ":" : ""} ${measureTitle(measure)}`;
+  }
   if (family === "timing_s") return `${capital(words)}, seconds`;
   if (name.startsWith("perf/max_memory_gb/")) return `Peak memory in ${plain(rest.slice(1).join("/"))}, GB`;
+  if (/^perf\/slowest_(rank|share)\//.test(name)) return `Slowest rank to ${plain(rest.slice(1).join("/"))}${rest[0] === "slowest_share" ? ", time over the median" : ""}`;
   if (name.startsWith("reward/parts/")) return `Reward of ${plain(rest.slice(1).join("/"))}`;
   return family === "perf" ? capital(words) : capital(`${plain(family)} › ${words}`);
 }
 
+// What a validation measured, in plain words.
+export const measureTitle = (measure) => MEASURES[measure] ?? plain(measure).replace(/^reward parts › /, "reward of ");
+
 // A metric's name within a chart of several.
-export const lineName = (name) => name.replace(/^(perf\/max_memory_gb|[^/]+)\//, "").replace(/^perf\/max_memory_gb$/, "all");
+export const lineName = (name) => (name === "perf/max_memory_gb" ? "all" : name.replace(/^(perf\/max_memory_gb|[^/]+)\//, ""));
 
 // Whether two curves are the same number, up to rounding.
 function repeats(a, b) {
@@ -54,11 +71,12 @@ function repeats(a, b) {
   return ours.every((value, i) => Object.is(value, theirs[i]) || Math.abs(value - theirs[i]) <= 1e-5 * size);
 }
 
-// Names without those that repeat another one in every run: one reward function, no KL, one scored answer.
+// Names without those that repeat another one in every run: one reward function, no KL, one scored answer, one source.
 export function withoutRepeats(names, found) {
   const pairs = [
     ...names.filter((name) => name.startsWith("reward/parts/")).map((name) => [name, "reward/mean"]), ["actor/pg_loss", "actor/loss"],
     ...names.filter((name) => name.startsWith("val/") && /mean@\d+$/.test(name)).map((name) => [name.replace(/mean@\d+$/, "reward"), name]),
+    ...names.filter((name) => name.startsWith("val/") && MEASURED.exec(name.slice(4))?.[1]).map((name) => [name, `val/${MEASURED.exec(name.slice(4))[2]}`]),
   ];
   const same = ([name, other]) => Object.values(found).every((series) => !series[name] || (series[other] && repeats(series[name], series[other])));
   const gone = new Set(pairs.filter(([name, other]) => names.includes(name) && names.includes(other)).filter(same).map(([name]) => name));
