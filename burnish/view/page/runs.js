@@ -74,8 +74,8 @@ export function runsView(body) {
     const steps = [h("span.progress", done), count(step), of ? h("span.faint", ` / ${count(of)}`) : null];
     const bestOne = best ? [fixed(best.value), h("span.unit", `step ${count(best.step)}`)] : "–";
     return [
-      h(`span.state.${state}`, h("span", state)), isEvaluation ? "" : steps, isEvaluation ? "" : reward === null ? unit(loss, "loss") : unit(reward, "reward"), "",
-      score ? unit(score.value, measured(score.name)) : unit(validation, measured(validation_name)), isEvaluation ? "" : bestOne, model ?? "–", ago(updated)];
+      h(`span.state.${state}`, {title: state}, h("span", state)), isEvaluation ? "" : steps, isEvaluation ? "" : reward === null ? unit(loss, "loss") : unit(reward, "reward"), "",
+      score ? unit(score.value, measured(score.name)) : unit(validation, measured(validation_name)), isEvaluation ? "" : bestOne, model ? h("span.path", {title: model}, h("bdi", model)) : "–", ago(updated)];
   }
 
   // A row keeps its elements, so that news about a run do not take them away from under a click.
@@ -85,7 +85,7 @@ export function runsView(body) {
     if (!made.has(run)) {
       const box = h("input", {type: "checkbox", "aria-label": `Choose ${run}`, tabindex: -1, onchange: () => choose(run)});
       const star = button("pin", "★", () => turnPin(run), {"aria-label": `Favourite: ${run}`, title: "Favourite (p)", tabindex: -1});
-      const label = h("a", {href: link("charts", run), "data-row": true}, h("span.soft", folder), own), said = h("div");
+      const label = h("a", {href: link("charts", run), "data-row": true}, h("span.soft", isChild ? folder.replace(/^evaluations\/$/, "evaluation ") : folder), own), said = h("div");
       const tr = h("tr", {"data-run": run}, cells(HEADS, [box, [h("span.named", star, label), said], ...HEADS.slice(2).map(() => "")]));
       made.set(run, {tr, box, star, said, key: null});
     }
