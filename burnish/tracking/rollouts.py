@@ -23,7 +23,7 @@ from burnish.tracking.trackers import json_line, json_number, json_numbers
 
 if TYPE_CHECKING:  # the record's module loads torch, which readers of rollouts do not need
     from burnish.records.rollout_table import RolloutTable
-    from burnish.records.samples import Floats, Rollout
+    from burnish.records.samples import Floats, Prompt, Rollout
 
 Kind = Literal["step", "validation"]
 Row = dict[str, Any]
@@ -38,6 +38,7 @@ _NAME = re.compile(r"(step|validation)-(\d+)(\.rest)?\.jsonl\.gz")
 _BYTES_OF_A_CHARACTER = 4
 _SPARE = 20  # removal frees a 20th of the limit more, so that few steps have to list all files
 _REMEDY = "move the file away; the run and other steps do without it"
+_COLUMN_CHARACTERS = 2000  # most of a column's value
 _LEVEL = 4  # of compression; 6 takes twice the time for files that are 4 % smaller
 
 
@@ -57,8 +58,8 @@ def write_rollouts(
 ) -> dict[int, Row]:
     """Write a step's rollouts, one JSON object a line, and return the chosen rows by their rollouts' indices.
 
-    `advantages` has each rollout's mean over tokens; None for a validation. With `token_texts`, chosen rows have the texts of their
-    tokens, and the numbers of `by_token`. `arriving` yields whole rollouts by index, in the table's `order`, if `table` lacks them.
+    `advantages` has each rollout's mean over tokens; None for a validation. Chosen rows have the other columns of their prompt's row
+    and, with `token_texts`, the texts of their tokens and the numbers of `by_token`. `arriving` yields whole rollouts by index, in the table's `order`, if `table` lacks them.
     """
     kind: Kind = "validation" if advantages is None else "step"
     known = [None] * len(table.owners) if advantages is None else advantages
@@ -71,6 +72,8 @@ def write_rollouts(
         for i, rollout in arriving or ((i, table.rollout(i)) for i in order):
             row = _row(step, rollout, means[i])
             if i in longest:
+                if columns := _other_columns(rollout.prompt):
+                    row["columns"] = columns
                 if token_texts is not None:
                     completion = rollout.completion
                     numbers = by_token or {}  # lacks untrained completions
@@ -139,6 +142,30 @@ def _row(step: int, rollout: Rollout, advantage: float | None) -> Row:
         "source": rollout.prompt.source,
         **({"later_versions": later} if (later := rollout.completion.later_versions) else {}),
     }
+
+
+def _other_columns(prompt: Prompt) -> dict[str, str]:
+    """Return what the prompt's row has besides prompt, answer and source: texts, or JSON, of which much is cut."""
+    contents = [str(message.get("content")) for message in prompt.messages or ()]
+    shown = {prompt.text, prompt.source, str(prompt.answer), *contents}
+    columns = {}
+    for name, value in prompt.columns.items():
+        if isinstance(value, str):
+            text = value
+            is_shown = text in shown
+        else:
+            text = json.dumps(value, default=_text_of, skipkeys=True, ensure_ascii=False)
+            messages = value if isinstance(value, list) else [None]
+            is_shown = all(isinstance(m, dict) and str(m.get("content")) in shown for m in messages)
+        if not is_shown:
+            cut = len(text) - _COLUMN_CHARACTERS
+            more = f" … {cut:,} more characters" if cut > 0 else ""
+            columns[name] = text[:_COLUMN_CHARACTERS] + more
+    return columns
+
+
+def _text_of(value: object) -> str:
+    return "bytes" if isinstance(value, bytes) else str(value)
 
 
 def texts_of_tokens(token_ids: list[int], decode: Callable[[list[int]], str]) -> list[str]:

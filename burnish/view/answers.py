@@ -247,7 +247,15 @@ class Answers:
             pass
         except CorruptError as error:
             trace = {"problem": error.problem}
-        return {"tokens": None, **row, "id": query.id, "kind": kind, "trace": trace}
+        answer = {"tokens": None, **row, "id": query.id, "kind": kind, "trace": trace}
+        if "columns" not in row:  # which only some rows of a step have
+            with suppress(TypeError, ValueError, OverflowError):
+                step = int(row["step"])
+                prompt = int(row["prompt_index"])
+                history, _, _ = self._index(run).history(kind, prompt, (step, step), 1)
+                others = (other for _, rows in history for _, other in rows)
+                answer["columns"] = next((o["columns"] for o in others if "columns" in o), {})
+        return answer
 
     def facets(self, query: Query) -> Answer:
         """Return the values that can filter rollouts, and which steps have none."""

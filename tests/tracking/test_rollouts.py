@@ -2,6 +2,7 @@ import gzip
 import math
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,36 @@ def test_a_row_has_everything(tmp_path: Path) -> None:
             "source": "sums",
         }
     ]
+
+
+def test_chosen_rows_have_the_other_columns(tmp_path: Path) -> None:
+    messages = [{"role": "system", "content": "short"}, {"role": "user", "content": "2+2?"}]
+    columns = {
+        "prompt": messages[1:],
+        "question": "2+2?",
+        "answer": "4",
+        "level": 3,
+        "é": "x" * 5000,
+        "image": {"bytes": b"\xff", "size": np.int64(2)},
+        "tests": ["a", {"b": math.nan}],
+    }
+    made = [made_rollout(index) for index in range(40)]
+    given = [
+        replace(each, prompt=replace(each.prompt, messages=messages, columns=columns))
+        for each in made
+    ]
+    rows = [*read_rollouts(written(tmp_path, 1, given, [0.0] * 40))]
+    rest = [*read_rollouts(rollouts_path(tmp_path, 1, rest=True))]
+    assert len(rows) + len(rest) == 40
+    assert rest
+    assert not any("columns" in row for row in rest)
+    for row in rows:
+        assert row["columns"].pop("é") == "x" * 2000 + " … 3,000 more characters"
+        assert row["columns"] == {
+            "level": "3",
+            "image": '{"bytes": "bytes", "size": "2"}',
+            "tests": '["a", {"b": NaN}]',
+        }
 
 
 def test_order_and_choice_are_those_of_sorted_pairs() -> None:

@@ -51,6 +51,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Viewer]:
             for prompt in (0, 7)
             for sample in (0, 1)
         ]
+        samples[3]["columns"] = {"level": "hard"}
         write(run.rollouts, step, samples)
     with viewer(root) as made:
         yield made
@@ -94,6 +95,12 @@ def test_a_prompt_through_time(found: Viewer) -> None:
     assert first["steps"] + rest["steps"] == whole["steps"]
     assert found.get("prompt", run="a", prompt=99)["steps"] == []
     assert found.get("prompt", run="b", prompt=0)["total"] == 0
+
+
+def test_a_rollout_has_the_columns_that_its_group_has(found: Viewer) -> None:
+    for prompt, columns in ((0, {}), (7, {"level": "hard"})):
+        for sample in found.get("prompt", run="a", prompt=prompt)["steps"][0]["samples"]:
+            assert found.get("rollout", run="a", id=sample["id"])["columns"] == columns
 
 
 def test_steps_without_rollouts_are_said(found: Viewer) -> None:

@@ -6,6 +6,7 @@ import json
 import math
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from urllib.parse import quote
@@ -76,6 +77,8 @@ def make_said(directory: Path) -> None:
             for index in (5, 8)
             for sample in range(2)
         ]  # fmt: skip
+        columns = {"answer": "4", "level": "<b>easy</b>", "tests": ["a", 1]}
+        made = [replace(each, prompt=replace(each.prompt, columns=columns)) for each in made]
         write_rollouts(run.rollouts, step, table_of(made), [0.0] * len(made))
 
 
@@ -390,6 +393,16 @@ def test_a_chat_is_shown_as_messages_or_raw(tab: Tab, address: str) -> None:
 
 
 @pytest.mark.nightly
+def test_other_columns_of_the_row_are_shown(tab: Tab, address: str) -> None:
+    show(tab, f"{address}#/run/said/rollouts")
+    tab.wait("document.querySelector('.reader .row-columns')")
+    shown = "[...document.querySelectorAll('.row-columns div')].map((e) => [...e.children].map((c) => c.textContent))"
+    assert tab.run(shown) == [["level", "<b>easy</b>"], ["tests", '["a", 1]']]
+    assert text(tab, ".reader .answer") == "Answer 4"
+    unhurt(tab)
+
+
+@pytest.mark.nightly
 def test_keys_go_through_the_samples_and_the_groups(tab: Tab, address: str) -> None:
     show(tab, f"{address}#/run/said/rollouts")
     current = "(() => { const e = document.querySelector('.item[aria-current]'); return e && [...document.querySelectorAll('.item')].indexOf(e); })()"
@@ -420,8 +433,8 @@ def test_a_link_to_a_rollout_can_be_copied(tab: Tab, address: str) -> None:
 @pytest.mark.nightly
 def test_steps_without_rollouts_are_named_and_no_share_stays(tab: Tab, address: str) -> None:
     show(tab, f"{address}{SMALL}/rollouts")  # each 20th step of 60
-    tab.wait("document.querySelector('.fold .faint')?.textContent.includes('3 of 60')")
-    tab.wait("!document.querySelector('.fold').textContent.includes('%')")
+    tab.wait("document.querySelector('.notes .faint')?.textContent.includes('3 of 60')")
+    tab.wait("!document.querySelector('.notes').textContent.includes('%')")
 
 
 @pytest.mark.nightly

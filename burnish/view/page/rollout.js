@@ -7,6 +7,11 @@ import {changed, here, link, replace} from "./place.js";
 import {lanes, own} from "./timeline.js";
 
 const FILTERS = ["kind", "text", "source", "from_step", "to_step", "prompt", "min_reward", "max_reward", "min_length", "max_length", "sort"];
+// What has a place of its own.
+const KNOWN = new Set([
+  "id", "kind", "step", "prompt_index", "sample", "prompt", "completion", "answer", "reward", "reward_parts", "reward_error", "advantage", "stop_reason",
+  "length", "weights_version", "source", "columns", "tokens", "trace", "error",
+]), MOST_OF_A_COLUMN = 400;
 const NAMES = {logprobs: "log-prob", advantages: "advantage", old_values: "old value"};
 const ONE_SIDED = ["logprobs", "entropy"], MOST_TOKENS = 4000, SHARED = 24, STRONGEST = 60;
 
@@ -16,6 +21,13 @@ export const filtersOf = (query) => Object.fromEntries([...query].filter(([name]
 export const toRollout = (row, beside = null) => link("rollout", here().run, row.id, {...filtersOf(here().query), colour: here().query.get("colour"), raw: here().query.get("raw"), beside});
 
 export const answerOf = ({answer}) => (answer === null || answer === undefined ? "" : h("p.answer", h("span.soft", "Answer "), words(answer)));
+
+// What else the row of the data has, and what another program has written beside.
+function columnsOf(row) {
+  const others = Object.entries({...row.columns, ...Object.fromEntries(Object.entries(row).filter(([name]) => !KNOWN.has(name)))}).filter(([, value]) => value !== null);
+  const shown = (value) => words(typeof value === "string" ? value : JSON.stringify(value), MOST_OF_A_COLUMN);
+  return others.length ? h("dl.row-columns", others.map(([name, value]) => h("div", h("dt", words(name)), h("dd", {dir: "auto"}, shown(value))))) : "";
+}
 
 // The elements of the rollout `id`, and of the rollout beside it that `query` names.
 export async function readRollout(run, id, query) {
@@ -39,7 +51,7 @@ export async function readRollout(run, id, query) {
       row.source ? h("span.soft", words(row.source)) : null, h("span.space"),
       arrays.length ? h("label", "Colour tokens by ", choice) : null,
       other || next ? h("a.button.beside", {href: toRollout(row, other ? null : next.id), title: "b"}, other ? "One only" : "Side by side") : null),
-    promptShown(row.prompt), answerOf(row),
+    promptShown(row.prompt), answerOf(row), columnsOf(row),
     h(`div.columns${other ? ".two" : ""}`,
       column(row, siblings, (sibling) => toRollout(sibling, other?.id), {wanted, most, shared}),
       other ? column(other, siblings, (sibling) => toRollout(row, sibling.id), {wanted, most, shared}) : null)];

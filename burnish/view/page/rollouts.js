@@ -23,9 +23,9 @@ function item(row, beside = null) {
 
 export function rolloutsView(body) {
   const list = h("div"), total = h("div.count", {role: "status"}), reader = h("article.reader"), more = button("more", "More", () => load(true));
-  const form = h("form.filters", {onsubmit: (event) => event.preventDefault()}), notes = h("div");
+  const form = h("form.filters", {onsubmit: (event) => event.preventDefault()}), notes = h("div.notes");
   body.classList.add("rollouts");
-  body.append(...(frozen ? [] : [h("details.fold", {open: innerWidth > WIDE}, h("summary", "Filters"), form, notes)]), h("div.list", total, list, more), reader);
+  body.append(...(frozen ? [] : [h("details.fold", {open: innerWidth > WIDE}, h("summary", "Filters"), form)]), h("div.list", total, notes, list, more), reader);
   let rows = [], cursor = null, known = 0, unread = 0, newest = null, listed = null, read = null, filled = null;
 
   async function load(further = false) {
