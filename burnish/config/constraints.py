@@ -81,6 +81,8 @@ _OF_ALL: Sequence[_Constraint] = (
     ("model.fresh", "model.tokenizer", "a new model comes without one"),
     ("model.lora", "model.path", "only the adapter of a new model would be saved"),
     ("model.lora.dropout", "engine.compile=false", "it draws between compiled pieces"),
+    ("model.lora.modules_to_save", "engine.tensor_parallel=1", "it divides no such layers"),
+    ("model.lora.modules_to_save", "model.lora.publish=merged", "A and B are not all that changes"),
     ("optim.moments=bf16", "optim.kind=adamw", "muon has no such moments"),
     ("data.chat_template_name", "model.chat_template=null", "a file has one template"),
     ("checkpoint.keep_best.metric", "checkpoint.keep_best.mode", ""),

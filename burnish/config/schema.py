@@ -104,6 +104,8 @@ class LoraConfig(Section):
     """Scale by alpha / √rank instead (arXiv 2312.03732)."""
     dropout: float = Field(0.0, ge=0, lt=1)
     """Share of each adapted layer's inputs that its adapter does not see in a training pass, as PEFT's lora_dropout. Log-probs before an update, validations and rollouts see all. Not for experts."""
+    modules_to_save: list[str] = []
+    """Layers that train whole beside the adapter, and are saved with it, as PEFT's modules_to_save: endings of their names, such as lm_head and embed_tokens. One table for input and output stays one."""
     publish: MayChange[Literal["merged", "adapter"]] = "merged"
     """What the generator gets after each step. merged: the whole model with the adapter added to its weights, which decodes fastest. adapter: only A and B, which are few bytes; the generator computes with them beside the weights, as training does."""
 

@@ -42,7 +42,9 @@ class Scorer(nn.Module):
             return
         self.transform = logit_transform(model.config)
         head = model.get_output_embeddings()
-        if not isinstance(head, nn.Linear) or head.bias is not None:
+        # PEFT wraps an output layer that is trained beside an adapter.
+        own = getattr(head, "original_module", head)
+        if not isinstance(own, nn.Linear) or own.bias is not None:
             raise IncompatibleError(
                 f"{type(model).__name__} has an output layer that Burnish does not compute",
                 have=head,

@@ -126,7 +126,8 @@ class Needs:
     def _trained(self) -> float:
         if self._model.lora is None:
             return self._frozen
-        return self._sum(self._held(self._model.trained))
+        root = held(self._model.trained_root, self._shards, self._tensor)
+        return root + self._sum(self._held(self._model.trained))
 
     @cached_property
     def _stepped(self) -> float:
@@ -159,7 +160,12 @@ class Needs:
 
     @cached_property
     def _root(self) -> float:
-        return held(self._model.root, self._shards, self._tensor) * self._shards
+        root = held(self._model.root, self._shards, self._tensor) * self._shards
+        return root + (self._trained_root if self._model.lora else 0)
+
+    @cached_property
+    def _trained_root(self) -> float:
+        return held(self._model.trained_root, self._shards, self._tensor) * self._shards
 
     # Memory that is held between phases, in bytes.
 
@@ -321,7 +327,8 @@ class Needs:
         if not model.lora:
             return parts
         widest = max(w.elements for weights in model.layers.values() for w in weights)
-        return parts | {"merging": float(FP32 * (model.adapter + 2 * min(_MERGED, widest)))}
+        factors = model.adapter - sum(weight.elements for weight in model.trained_root)
+        return parts | {"merging": float(FP32 * (factors + 2 * min(_MERGED, widest)))}
 
     def _saving(self) -> Parts:
         elements = self._model.adapter or self._model.elements
@@ -371,7 +378,7 @@ class Needs:
         exact = 0.0 if sm80 else 2 * FP32 * chunk
         exact = min(exact, 2 * _CPU_LOGITS) if self._cpu else exact
         forward = self._width * chunk + exact
-        head = words * shape.hidden * (self._model.lora is None)
+        head = words * shape.hidden * self._model.trains_head
         if self._scored <= rows:
             return forward, self._width * chunk + max(exact, self._width * head)
         product = self._width * head * min(1.0, _SUMMED_ROWS / words)
@@ -384,7 +391,7 @@ class Needs:
     @property
     def _head_gradient(self) -> float:
         words = self._model.outputs / self._engine.tensor_parallel
-        return self._width * words * self._model.shape.hidden * (self._model.lora is None)
+        return self._width * words * self._model.shape.hidden * self._model.trains_head
 
     def _updates(self, checkpointing: str) -> Iterator[Parts]:
         yield from self._update(checkpointing)
@@ -440,7 +447,7 @@ class Needs:
     def _reducing(self, layers: float, others: float, largest: float) -> Iterator[Parts]:
         """Yield the moments at the backward pass's end: FSDP2 reduces the last gradients in fp32."""
         shards = self._shards
-        root = 0.0 if self._model.lora else self._root
+        root = self._trained_root
         # A lone process makes a third copy by dividing.
         copies = 3.0 if shards == 1 else 1 + self._cpu + 1 / shards
         own = FP32 * largest * shards * copies
@@ -469,7 +476,7 @@ class Needs:
     @cached_property
     def _widest(self) -> float:
         weights = [w for each in self._model.trained.values() for w in each]
-        weights += [] if self._model.lora else self._model.root
+        weights += self._model.trained_root
         return max(w.held(self._shards, self._tensor) for w in weights)
 
     def _moment(

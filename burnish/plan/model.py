@@ -106,12 +106,33 @@ class PlannedModel:
         """Trained parameters by kind of layer."""
         if self.lora is None:
             return self.layers
-        return {kind: tuple(self._factors(weights)) for kind, weights in self.layers.items()}
+        return {kind: tuple(self._beside(kind, self.lora)) for kind in self.layers}
 
-    def _factors(self, weights: Iterable[Weight]) -> Iterator[Weight]:
-        for weight in weights:
-            if self.lora is not None and self.adapts(weight.linear):
-                yield from weight.factors(self.lora.rank)
+    def _beside(self, kind: LayerShape, lora: LoraConfig) -> Iterator[Weight]:
+        for (name, _), weight in zip(kind.parameters, self.layers[kind], strict=True):
+            if _is_in(lora.modules_to_save, name):
+                yield weight
+            elif self.adapts(weight.linear):
+                yield from weight.factors(lora.rank)
+
+    @cached_property
+    def trained_root(self) -> tuple[Weight, ...]:
+        """Trained parameters outside the layers."""
+        if self.lora is None:
+            return self.root
+        whole = self.lora.modules_to_save
+        if self.trains_head and self.shape.tied:
+            whole = [*whole, "embed_tokens"]
+        named = zip(self.shape.parameters, self.root, strict=True)
+        return tuple(weight for (name, _), weight in named if _is_in(whole, name))
+
+    @property
+    def trains_head(self) -> bool:
+        """Whether the output layer gets gradients."""
+        if self.lora is None:
+            return True
+        names = ("lm_head", "model.embed_tokens") if self.shape.tied else ("lm_head",)
+        return any(_is_in(self.lora.modules_to_save, f"{name}.weight") for name in names)
 
     def adapts(self, linear: str) -> bool:
         """Return whether the adapter covers layers of this name."""
@@ -154,8 +175,10 @@ class PlannedModel:
 
     @cached_property
     def adapter(self) -> int:
-        """Elements of the adapter, or 0."""
-        return 0 if self.lora is None else self.total(self.trained)
+        """Elements of the adapter and of what is trained whole beside it, or 0."""
+        if self.lora is None:
+            return 0
+        return self.total(self.trained) + sum(weight.elements for weight in self.trained_root)
 
     def require_targets(self) -> None:
         """Raise `IncompatibleError` if the adapter's layers are missing."""
@@ -179,6 +202,11 @@ class PlannedModel:
         for layer in self.shape.layers:
             attention[layer.window] += 4 * self.shape.query
         return ModelFlops(2.0 * active, attention, 2.0 * head)
+
+
+def _is_in(modules: Iterable[str], parameter: str) -> bool:
+    """Return whether a parameter is in a module that `model.lora.modules_to_save` names."""
+    return parameter.rpartition(".")[0].endswith((*modules,))
 
 
 def _weight(parameter: tuple[str, tuple[int, ...]]) -> Weight:

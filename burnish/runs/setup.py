@@ -230,7 +230,7 @@ def lay_foundation(
         # A checkpoint names the model where anybody finds it, and not its copy on this machine.
         origin = given.path if given and given.path != config.model.path else None
         adapter = adapter_record(config.model, hf_config, origin)
-        source = first_adapter(config.model, hf_config, adapter, config.seed, composite)
+        source = first_adapter(config.model, hf_config, adapter, config.seed, base, composite)
         if config.model.adapter_beside:
             _require_adaptable(config, adapter["targets"], hf_config, device)
     template = single_template(tokenizer, config.data.chat_template_name)

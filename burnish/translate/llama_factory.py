@@ -60,7 +60,7 @@ def _combine(arguments: Arguments) -> None:
     _generates(arguments)
     arguments.carry({}, "stage")
     _lora(arguments)
-    _targets(arguments)
+    _layers(arguments)
     combine_batch(arguments, "per_device_train_batch_size")
     combine_share(arguments, "val_size")
     combine_trainer(arguments)
@@ -83,13 +83,16 @@ def _lora(arguments: Arguments) -> None:
     arguments.carry(settings, "finetuning_type", "lora_rank", "lora_alpha")
 
 
-def _targets(arguments: Arguments) -> None:
+def _layers(arguments: Arguments) -> None:
     """Carry layers' names, which stand in one text."""
-    targets = arguments.look_up("lora_target")
-    if isinstance(targets, str) and targets != "all":
-        arguments.carry(
-            {"model.lora.targets": [each.strip() for each in targets.split(",")]}, "lora_target"
-        )
+    names = {
+        "lora_target": "model.lora.targets",
+        "additional_target": "model.lora.modules_to_save",
+    }
+    for name, key in names.items():
+        layers = arguments.look_up(name)
+        if isinstance(layers, str) and layers != "all":
+            arguments.carry({key: [each.strip() for each in layers.split(",")]}, name)
 
 
 def _with_revision(arguments: Arguments) -> None:

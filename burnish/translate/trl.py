@@ -35,7 +35,10 @@ _OF_ONLINE = [
     "log_completions",
 ]
 """Arguments that only trainers on completions have."""
-_LORA = ("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "lora_target_parameters")
+_LORA = (
+    *("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "lora_target_parameters"),
+    "lora_modules_to_save",
+)
 _OF_PEFT = {
     "lora_r": 16,
     "lora_alpha": 32,

@@ -110,6 +110,41 @@ def test_a_run_balances_by_what_its_update_costs(lora, monkeypatch):
     assert abs(expected - whole) > 1e-3
 
 
+@pytest.mark.nightly
+@pytest.mark.parametrize("modules", ["[lm_head]", "[embed_tokens, norm]"])
+def test_layers_that_train_whole_resume_and_export(lora, modules):
+    """On two processes, and of a tied model too. PEFT reads the step, and its merged model is the exported one."""
+    for tied in (False, True):
+        base = f"tied_{tied}"
+        save_base(lora / base, seed=0, tie_word_embeddings=tied)
+        argv = [
+            "sft",
+            "sft-lora.yaml",
+            f"model.lora.modules_to_save={modules}",
+            f"model.path={base}",
+        ]
+        name = f"{base}{len(modules)}"
+        peace = done(lora, *argv, f"name={name}", world=2)
+        done(lora, *argv, f"name={name}_war", "steps=3", world=2)
+        assert outcome(done(lora, *argv, f"name={name}_war", world=2)) == outcome(peace)
+        step = peace / "checkpoints/step-00000006"
+        places = {"alone": [], "whole": ["--merged"]}
+        for kind, words in places.items():
+            to = f"{name}-{kind}"
+            assert burnish(lora, "ckpt", "export", str(step), to, "--dtype", "fp32", *words)[0] == 0
+        whole, plain = (
+            AutoModelForCausalLM.from_pretrained(lora / path, dtype=torch.float32).eval()
+            for path in (f"{name}-whole", base)
+        )
+        assert whole.config.tie_word_embeddings == tied
+        ids = torch.arange(3, 20)[None]
+        with torch.no_grad():
+            before = plain(ids).logits
+            wanted = PeftModel.from_pretrained(plain, lora / f"{name}-alone").eval()(ids).logits
+            torch.testing.assert_close(whole(ids).logits, wanted, rtol=0, atol=2e-5)
+        assert (before - wanted).abs().max() > 1e-3
+
+
 def test_interrupted_equals_uninterrupted(lora, alone):
     require_same_when_interrupted(lora, ["sft", "sft-lora.yaml", DROPOUT], "sft", alone)
 

@@ -19,6 +19,7 @@ from burnish.boxes.shards import Shard, ShardSource, TensorSpec
 from burnish.config.schema import LoraConfig, ModelConfig
 from burnish.errors import CorruptError, IncompatibleError, MissingError
 from burnish.files.safetensors import ADAPTER_CONFIG
+from burnish.models.loading import FreshSource
 from burnish.models.lora.adapter import Adapter, adapter_record, first_adapter
 from burnish.models.lora.adapter_config import with_adapter
 from burnish.models.meta_init import build_on_meta
@@ -51,7 +52,7 @@ def started(
     model = ModelConfig(path=str(base), lora=LoraConfig(path=str(adapter)))
     model = with_adapter(model, (adapter / ADAPTER_CONFIG).read_bytes())
     record = adapter_record(model, AutoConfig.from_pretrained(base))
-    return model, first_adapter(model, hf_config, record, seed=0)
+    return model, first_adapter(model, hf_config, record, 0, FreshSource(hf_config, 0))
 
 
 def test_pefts_adapter_is_what_training_starts_from(base: Path, adapter: Path) -> None:
@@ -112,7 +113,6 @@ REFUSED = [
     ({"use_dora": True}, "use_dora: True"),
     ({"bias": "all"}, "bias: all"),
     ({"peft_type": "IA3"}, "peft_type: IA3"),
-    ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
     ({"target_parameters": "mlp.experts.gate_up_proj"}, "targets"),
     ({"rank_pattern": {"q_proj": 2}}, "rank_pattern"),
     ({"init_lora_weights": "pissa"}, "init_lora_weights: pissa"),

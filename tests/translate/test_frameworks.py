@@ -55,6 +55,19 @@ def test_use_peft_of_trl_is_an_adapter_by_its_defaults() -> None:
     assert "lora" not in settings_of(f"{command} --lora_r 8")["model"]
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        "trl sft --model_name_or_path m --dataset_name d --use_peft --lora_modules_to_save lm_head embed_tokens",
+        "llamafactory-cli train --stage sft --model_name_or_path m --dataset d --additional_target lm_head,embed_tokens",
+        "axolotl train --base_model=m --adapter=lora --lora_r=8 --lora_modules_to_save=[lm_head,embed_tokens]",
+    ],
+)
+def test_modules_that_train_whole_are_carried(words: str) -> None:
+    lora = settings_of(words)["model"]["lora"]
+    assert lora["modules_to_save"] == ["lm_head", "embed_tokens"]
+
+
 def test_the_trainers_defaults_are_those_of_transformers(tmp_path: Path) -> None:
     real = TrainingArguments(output_dir=str(tmp_path), report_to=[])
     settings = settings_of("llamafactory-cli train --stage sft --model_name_or_path m")

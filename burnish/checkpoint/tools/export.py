@@ -33,7 +33,13 @@ from burnish.config.schema import LoraConfig, ModelConfig
 from burnish.errors import IncompatibleError, MissingError, UsageError, few
 from burnish.files.durable import Syncs, naming_failures
 from burnish.files.lease import locked
-from burnish.files.safetensors import ADAPTER_CONFIG, INDEX, TensorEntry, model_digest
+from burnish.files.safetensors import (
+    ADAPTER_CONFIG,
+    ADAPTER_PREFIX,
+    INDEX,
+    TensorEntry,
+    model_digest,
+)
 from burnish.files.storage import LOCAL, Closing, LocalFile, LocalStorage
 from burnish.files.strict_json import encode_json, parse_object
 from burnish.models.composite import (
@@ -120,7 +126,13 @@ class MergedModel(Closing):
         self._changes = _changes(record, base, self._adapter.weights)
         self._factors = lru_cache(maxsize=1)(self._read_factors)
         plain = self._tensors.tensors
-        if absent := [name for name in self._changes if name not in plain]:
+        saved = [name for name in self._adapter.weights if ".lora_" not in name]
+        self._copies = {name.removeprefix(ADAPTER_PREFIX): name for name in saved}
+        """By name: tensors that the adapter holds whole, and their names there."""
+        if record.get("keeps_ties"):
+            self._copies = {n: own for n, own in self._copies.items() if n in plain}
+        changed = (*self._changes, *self._copies)
+        if absent := [name for name in changed if name not in plain]:
             raise IncompatibleError(
                 f"{base} lacks weights that the adapter in {step.path} belongs to",
                 have=f"no {absent[0]}",
@@ -128,7 +140,7 @@ class MergedModel(Closing):
                 do="say where the adapter's own model is with --base DIRECTORY",
             )
         self.weights: Mapping[str, TensorInfo] = {
-            name: TensorInfo(torch.float32, info.shape) if name in self._changes else info
+            name: TensorInfo(torch.float32, info.shape) if name in changed else info
             for name, info in plain.items()
         }
         self.unconverted = kept_beside((base / CONFIG).read_bytes(), plain)
@@ -136,6 +148,8 @@ class MergedModel(Closing):
 
     def read(self, name: str, start: int, stop: int, dtype: torch.dtype) -> Tensor:
         """See `StepModel.read`."""
+        if name in self._copies:
+            return self._adapter.read(self._copies[name], start, stop, dtype)
         own = self._tensors.read_range(name, start, stop)
         change = self._changes.get(name)
         if change is None:

@@ -25,7 +25,7 @@ from transformers.core_model_loading import WeightRenaming
 from transformers.pytorch_utils import Conv1D
 
 from burnish.boxes.box import Box, whole
-from burnish.boxes.shards import Shard, ShardSource, TensorSpec
+from burnish.boxes.shards import Shard, ShardSource, TensorSpec, renamed
 from burnish.boxes.transfer import Transfer
 from burnish.config.schema import LoraConfig, ModelConfig
 from burnish.distributed.layout import Layout
@@ -37,6 +37,7 @@ from burnish.models.language_model import Composite
 from burnish.models.loading import SafetensorsSource
 from burnish.models.lora.adapter_config import (
     ADAPTER_NAME,
+    COPY,
     factor_name,
     import_peft,
     kinds_of,
@@ -44,8 +45,15 @@ from burnish.models.lora.adapter_config import (
     plain_names,
     require_same_base,
     require_targets,
+    require_tied,
 )
 from burnish.models.lora.experts import AdaptedExperts, expert_parameters
+from burnish.models.lora.whole_modules import (
+    keeps_ties,
+    modules_trained_whole,
+    set_copies,
+    warn_of_ties,
+)
 from burnish.models.meta_init import build_on_meta
 from burnish.models.names import Region, model_shards, regions
 from burnish.models.packing import on_device
@@ -58,6 +66,7 @@ if TYPE_CHECKING:
 
 # Elements of a weight that are merged in fp32 at a time.
 _BLOCK_ELEMENTS = 1 << 20
+_FACTORS = ("A", "B")
 
 _log = logging.getLogger(__name__)
 
@@ -111,14 +120,31 @@ class Adapter:
         now = {before: name for name, (before, factor) in names.items() if not factor}
         self.base = tuple(replace(r, parameter=now.get(r.parameter, r.parameter)) for r in plain)
         """The tensors of the model's own checkpoint."""
-        shapes = {n: tuple(p.shape) for n, p in model.named_parameters() if names[n][1]}
+        held = list(model.named_parameters(remove_duplicate=False))
+        first = {id(parameter): name for name, parameter in reversed(held)}
         self.weights = tuple(
-            Region(_saved_name(name), shape, name, whole(shape), tuple(range(len(shape))))
-            for name, shape in shapes.items()
+            Region(
+                _saved_name(name), (*p.shape,), first[id(p)], whole((*p.shape,)), (*range(p.ndim),)
+            )
+            for name, p in held
+            if names[name][1]
         )
-        """The tensors of PEFT's file."""
-        self._shapes = {_saved_name(name): shape for name, shape in shapes.items()}
-        layers = {names[name][0]: name.split(".lora_")[0] for name in shapes}
+        """The tensors of PEFT's file. Those of tied copies are the same parameter."""
+        self._shapes = {region.name: region.shape for region in self.weights}
+        copies = {plain: name for name, (plain, factor) in names.items() if factor == "W"}
+        self._copies = tuple(
+            replace(r, parameter=copies[r.parameter]) for r in plain if r.parameter in copies
+        )
+        originals = {region.parameter: region.name for region in self._copies}
+        self.originals = {
+            r.name: originals[r.parameter] for r in self.weights if r.parameter in originals
+        }
+        """By name in PEFT's file: the tensor of the model's checkpoint that a copy takes the place of."""
+        layers = {
+            before: name.split(".lora_")[0]
+            for name, (before, factor) in names.items()
+            if factor in _FACTORS
+        }
         self.changes: dict[str, LowRankDelta] = {}
         """By name: each checkpoint tensor that the adapter changes, and the part of the adapter that changes it."""
         for before, region in zip(plain, self.base, strict=True):
@@ -152,6 +178,13 @@ class Adapter:
         """Make `base` and `weights` describe cut parameters."""
         self.base = cut_regions(self.base, cuts)
         self.weights = cut_regions(self.weights, cuts)
+        if self._copies and cuts:
+            raise IncompatibleError(
+                "tensor parallelism does not divide modules that are trained beside an adapter",
+                have=few(sorted(self.originals.values())),
+                want="engine.tensor_parallel: 1",
+                do="set engine.tensor_parallel=1, or start from an adapter without modules_to_save",
+            )
         for dropout in self._dropouts:
             cut = cuts.get(f"{dropout.layer}.lora_A.{ADAPTER_NAME}.weight")
             if cut is not None and cut.dim == 1:
@@ -181,15 +214,16 @@ class Adapter:
     def off(self) -> Iterator[None]:
         """Compute without the adapter inside the block."""
         # PEFT's enable_adapters is not used: it sets requires_grad, which FSDP2 reads only once.
-        self._set_scale(0.0)
+        self._switch(on=False)
         try:
             yield
         finally:
-            self._set_scale(self.scale)
+            self._switch(on=True)
 
-    def _set_scale(self, scale: float) -> None:
+    def _switch(self, *, on: bool) -> None:
         for layer in self._layers:
-            layer.scaling[ADAPTER_NAME] = scale
+            layer.scaling[ADAPTER_NAME] = self.scale if on else 0.0
+        set_copies(self._model, on=on)
 
     def merged(self, layout: Layout) -> Iterator[Shard]:
         """Yield this rank's pieces of the checkpoint with W + s B A for W, computed when read. Collective."""
@@ -200,6 +234,7 @@ class Adapter:
         if self._gathering is None:
             self._gathering = Transfer(have, want, layout)
         self._gathering.run(have, want)
+        copies = {s.spec.name: s for s in model_shards(self._model, parts=self._copies)}
         for piece, pair in zip(base, factors, strict=True):
             if pair:
                 a = pair[0].tensor
@@ -208,7 +243,7 @@ class Adapter:
                     a, b = b.T, a.T
                 yield _MergedShard(piece.spec, piece.box, piece.tensor, a, b, self.scale)
             else:
-                yield piece
+                yield copies.get(piece.spec.name, piece)
 
     def _factors_of(self, piece: Shard) -> tuple[Shard, ...]:
         """Allocate the columns of A [E r, in] and rows of B [out, r, E] that change a piece."""
@@ -275,7 +310,12 @@ def target_weights(model: PreTrainedModel, config: LoraConfig) -> list[str]:
     weights = [*layers, *expert_parameters(model)]
     require_targets(config.targets, kinds_of(weights))
     targets = config.targets or _default_targets(model, layers)
-    adapted = [name for name in weights if kinds_of([name])[0] in targets]
+    copied = modules_trained_whole(model, config)
+    adapted = [
+        name
+        for name in weights
+        if kinds_of([name])[0] in targets and name.rpartition(".")[0] not in copied
+    ]
     if lost := _renamed(model, adapted):
         raise IncompatibleError(
             "PEFT would not find a part of this adapter again: transformers renames its layers on reading",
@@ -295,7 +335,8 @@ def target_weights(model: PreTrainedModel, config: LoraConfig) -> list[str]:
 
 
 def warn_of_unadapted(config: LoraConfig, hf_config: PretrainedConfig) -> None:
-    """Name the linear layers that `config` would adapt by default, and cannot."""
+    """Name the linear layers that `config` would adapt by default, and cannot, and tied tables that it trains unnamed."""
+    warn_of_ties(config, hf_config)
     if config.targets:
         return
     model = build_on_meta(hf_config)
@@ -362,9 +403,16 @@ def _inject(model: PreTrainedModel, config: LoraConfig) -> None:
     targets = target_weights(model, config)
     with model.device, warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # the check below raises instead
-        described = peft_config(config, kinds_of(targets), _is_transposed(model, targets))
+        described = peft_config(
+            config,
+            kinds_of(targets),
+            _is_transposed(model, targets),
+            keeps_ties=keeps_ties(model, config),
+        )
         peft.inject_adapter_in_model(described, model, ADAPTER_NAME)
-    if {weight for weight, factor in plain_names(model).values() if factor} != set(targets):
+    if {weight for weight, factor in plain_names(model).values() if factor in _FACTORS} != {
+        *targets
+    }:
         of_experts = ("gate_proj", "up_proj", "down_proj")
         others = [kind for kind in kinds_of(targets) if kind not in of_experts]
         raise IncompatibleError(
@@ -388,21 +436,28 @@ def _computing_layers(model: PreTrainedModel) -> list[Any]:
 
 
 def _saved_name(parameter: str) -> str:
-    return ADAPTER_PREFIX + parameter.replace(f".{ADAPTER_NAME}.", ".")
+    return ADAPTER_PREFIX + parameter.replace(COPY, "").replace(f".{ADAPTER_NAME}.", ".")
 
 
 class FreshAdapter:
     """A `ShardSource` of initial values: A as PEFT draws it, B zero, so the model starts unchanged.
 
-    Each A follows from its name and the run's seed.
+    Each A follows from its name and the run's seed. Copies of whole modules have the values of their `originals` in `base`.
     """
 
-    def __init__(self, seed: int) -> None:
+    def __init__(
+        self, seed: int, base: ShardSource | None = None, originals: Mapping[str, str] | None = None
+    ) -> None:
         self._seed = seed
+        self._base = base
+        self._originals = originals or {}
 
     def fill(self, shards: Iterable[Shard]) -> None:
         """Draw each shard's values. Holds one A at a time."""
         for shard in shards:
+            if self._base is not None and shard.spec.name in self._originals:
+                self._base.fill([renamed(shard, self._originals)])
+                continue
             if shard.spec.name.endswith(".lora_B.weight"):
                 shard.tensor.detach().zero_()
                 continue
@@ -435,6 +490,8 @@ def adapter_record(
         "fan_in_fan_out": _is_transposed(built, weights),
         # Steps of older versions lack it, and are the same.
         **({"dropout": lora.dropout} if lora.dropout else {}),
+        **({"modules_to_save": lora.modules_to_save} if lora.modules_to_save else {}),
+        **({"keeps_ties": True} if keeps_ties(built, lora) else {}),
     }
 
 
@@ -449,6 +506,13 @@ def within(
         return None
     from burnish.models.composite import language_modules
 
+    if model.lora.modules_to_save:
+        raise IncompatibleError(
+            "modules of a model that also reads images or sound are not trained whole beside an adapter",
+            have=f"model.lora.modules_to_save: {', '.join(model.lora.modules_to_save)}",
+            want="an adapter alone",
+            do="remove model.lora.modules_to_save",
+        )
     modules = language_modules(composite, hf_config)
     weights = Adapter(build_on_meta(hf_config), model.lora).weights
     names = {each.name: moved(each.name, *modules) for each in weights}
@@ -469,16 +533,23 @@ def first_adapter(
     hf_config: PretrainedConfig,
     record: Mapping[str, Any],
     seed: int,
+    base: ShardSource,
     composite: Composite | None = None,
 ) -> ShardSource:
-    """Return the checked initial values of `model.lora`, whose tensors may have the names of `composite`.
+    """Return the checked initial values of `model.lora` on a model with the values of `base`.
+
+    Its tensors may have the names of `composite`.
 
     Raises `IncompatibleError` for another model's adapter or other tensors, and as `SafetensorsSource.check` does.
     """
     if model.lora.path is None:
-        return FreshAdapter(seed)
+        if not model.lora.modules_to_save:
+            return FreshAdapter(seed)
+        return FreshAdapter(seed, base, Adapter(build_on_meta(hf_config), model.lora).originals)
     directory = Path(model.lora.path).expanduser()
     require_same_base(directory, record)
+    if record.get("keeps_ties"):
+        require_tied(directory)
     source = SafetensorsSource(directory, composite=composite)
     weights = Adapter(build_on_meta(hf_config), model.lora).weights
     extra = source.check(TensorSpec(each.name, each.shape, torch.float32) for each in weights)

@@ -19,6 +19,8 @@ from burnish.files.strict_json import parse_json
 
 ADAPTER_NAME = "default"
 """The name that PEFT gives an adapter without one."""
+COPY = f".modules_to_save.{ADAPTER_NAME}"
+"""What PEFT's name of a copy that is trained whole has in addition."""
 # PEFT's key for the model's path or its name on a hub.
 _BASE_PATH = "base_model_name_or_path"
 # Name of the module with the parameters of a layer's experts.
@@ -28,7 +30,10 @@ _log = logging.getLogger(__name__)
 
 
 def plain_names(model: Any) -> dict[str, tuple[str, str]]:
-    """Map each parameter to its name without PEFT and "", each factor to its weight's name and "A" or "B"."""
+    """Map each parameter to its name without PEFT and "", each factor to its weight's name and "A" or "B".
+
+    A copy that is trained whole goes to its weight's name and "W".
+    """
     weights = {
         name: f"{name}.{getattr(module, 'parameter_name', 'weight')}"
         for name, module in model.named_modules()
@@ -38,7 +43,10 @@ def plain_names(model: Any) -> dict[str, tuple[str, str]]:
     for name, _ in model.named_parameters(remove_duplicate=False):
         layer, is_factor, rest = name.partition(".lora_")
         plain, factor = (weights[layer], rest[0]) if is_factor else (name, "")
-        names[name] = plain.replace(".base_layer", ""), factor
+        if COPY in name:
+            plain = name.replace(COPY, "")
+            factor = "W"
+        names[name] = plain.replace(".base_layer", "").replace(".original_module", ""), factor
     return names
 
 
@@ -49,7 +57,8 @@ def factor_name(layer: str, letter: str) -> str:
 
 def adapted_weights(names: Iterable[str]) -> dict[str, str]:
     """Return the weights of linear layers that an adapter's tensors change, each with its layer."""
-    layers = dict.fromkeys(name.removeprefix(ADAPTER_PREFIX).split(".lora_")[0] for name in names)
+    factors = (name for name in names if ".lora_" in name)
+    layers = dict.fromkeys(name.removeprefix(ADAPTER_PREFIX).split(".lora_")[0] for name in factors)
     return {f"{layer}.weight": layer for layer in layers}
 
 
@@ -87,8 +96,17 @@ def import_peft() -> Any:
     return peft
 
 
-def peft_config(lora: LoraConfig, kinds: Sequence[str], is_transposed: bool = False) -> Any:
-    """Return PEFT's description of an adapter, `is_transposed` for GPT-2's layers. Raises `UsageError` without PEFT."""
+def peft_config(
+    lora: LoraConfig,
+    kinds: Sequence[str],
+    is_transposed: bool = False,
+    *,
+    keeps_ties: bool = False,
+) -> Any:
+    """Return PEFT's description of an adapter, `is_transposed` for GPT-2's layers. Raises `UsageError` without PEFT.
+
+    `keeps_ties`: the tables of embeddings and output are trained as one.
+    """
     return import_peft().LoraConfig(
         r=lora.rank,
         lora_alpha=lora.scale_alpha,
@@ -97,6 +115,8 @@ def peft_config(lora: LoraConfig, kinds: Sequence[str], is_transposed: bool = Fa
         fan_in_fan_out=is_transposed,
         target_modules=[kind for kind in kinds if not are_parameters(kind)],
         target_parameters=[kind for kind in kinds if are_parameters(kind)] or None,
+        modules_to_save=list(lora.modules_to_save) or None,
+        ensure_weight_tying=keeps_ties,
         task_type="CAUSAL_LM",
     )
 
@@ -110,10 +130,12 @@ def save_adapter_config(
     of the same kinds.
     """
     # Steps of older versions lack some.
-    names_of_settings = ("rank", "alpha", "rslora", "dropout")
+    names_of_settings = ("rank", "alpha", "rslora", "dropout", "modules_to_save")
     lora = LoraConfig(**{name: record[name] for name in names_of_settings if name in record})
     is_transposed = record.get("fan_in_fan_out", False)
-    values = peft_config(lora, record["targets"], is_transposed).to_dict()
+    keeps_ties = record.get("keeps_ties", False)
+    described = peft_config(lora, record["targets"], is_transposed, keeps_ties=keeps_ties)
+    values = described.to_dict()
     values |= {_BASE_PATH: record["base"], "inference_mode": True}
     if base := HubPlace.of(record["base"], "model"):
         values |= {_BASE_PATH: base.repo, "revision": base.revision or None}
@@ -142,6 +164,18 @@ def require_same_base(directory: Path, record: Mapping[str, Any]) -> None:
             have=f"a model with the digest {digest[:16]}...",
             want=f"{record['base']}, with {record['base_digest'][:16]}...",
             do="set model.path to the model that it was trained on",
+        )
+
+
+def require_tied(directory: Path) -> None:
+    """Raise `IncompatibleError` if the adapter has an output layer of its own for a model that has one table."""
+    described = directory / ADAPTER_CONFIG
+    if not parse_json(described.read_bytes(), str(described)).get("ensure_weight_tying"):
+        raise IncompatibleError(
+            f"{directory} trains a table apart that is input and output in its model",
+            have="no ensure_weight_tying in its adapter_config.json",
+            want="one table, as the model has it",
+            do="merge the adapter into its model (PEFT's merge_and_unload), and set model.path to that",
         )
 
 
@@ -174,10 +208,14 @@ _UNDERSTOOD = {
 _PARAMETERS = "target_parameters"
 """PEFT's option for parameters of experts, which are targets as well."""
 
+_MODULES = "modules_to_save"
+"""PEFT's option for modules that are trained whole."""
+
 _WITHOUT_EFFECT = frozenset(
     {
         *("task_type", "auto_mapping", "peft_version", _BASE_PATH, "revision", "inference_mode"),
         *("lora_dropout", "megatron_core", "qalora_group_size", "fan_in_fan_out"),
+        *("ensure_weight_tying", _MODULES),
     }
 )
 """PEFT's options that change nothing in an adapter that is trained here."""
@@ -207,6 +245,7 @@ def with_adapter(model: ModelConfig, content: bytes) -> ModelConfig:
         settings = {ours: values[theirs] for theirs, ours in _UNDERSTOOD.items()}
         if values.get(_PARAMETERS):  # then there may be no target_modules
             settings["targets"] = settings["targets"] or []
+        settings[_MODULES] = values.get(_MODULES) or []
         own = {name: getattr(model.lora, name) for name in ("path", "publish", "dropout")}
         lora = LoraConfig.model_validate(own | settings)
         fused = LoraConfig.model_validate({"targets": values.get(_PARAMETERS) or []}).targets
@@ -214,6 +253,13 @@ def with_adapter(model: ModelConfig, content: bytes) -> ModelConfig:
         weights = [f"{name}.weight" for name in lora.targets]
         weights += [f"{_EXPERTS}.{name}" for name in fused]
         lora = lora.model_copy(update={"targets": kinds_of(weights)})
+        if lora.modules_to_save and lora.publish == "adapter":
+            raise IncompatibleError(
+                f"the adapter of {where} is not alone: modules are trained beside it",
+                have=f"model.lora.publish: adapter, {_MODULES}: {', '.join(lora.modules_to_save)}",
+                want="model.lora.publish: merged",
+                do="set model.lora.publish=merged",
+            )
     return model.model_copy(update={"lora": lora})
 
 

@@ -62,11 +62,14 @@ def plain_adapted(path: Path, lora: LoraConfig = LORA) -> Any:
         if lora.targets
         else "all-linear",
         target_parameters=[f"mlp.{t}" for t in lora.targets if t in EXPERTS] or None,
+        modules_to_save=list(lora.modules_to_save) or None,
+        ensure_weight_tying=bool(lora.modules_to_save) and base.config.tie_word_embeddings,
         task_type="CAUSAL_LM",
     )
     model = peft.get_peft_model(base, config).eval()
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
+        # Of tied tables the second name's values stay, as in the engine.
+        for name, parameter in model.named_parameters(remove_duplicate=False):
             if parameter.requires_grad:
                 parameter.copy_(adapter_tensor(saved_name(name), tuple(parameter.shape)))
     return model
@@ -74,4 +77,4 @@ def plain_adapted(path: Path, lora: LoraConfig = LORA) -> Any:
 
 def saved_name(name: str) -> str:
     """How PEFT's files call a parameter of its model."""
-    return name.replace(".default.", ".")
+    return name.replace(".modules_to_save.default.", ".").replace(".default.", ".")
