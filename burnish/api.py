@@ -40,10 +40,10 @@ from burnish.runs.run_directory import (
     make_way,
     require_own_directory,
 )
-from burnish.runs.summary import summary
+from burnish.runs.summary import parameters_text, summary
 from burnish.tracking.logs import spans as latest_spans
 from burnish.tracking.progress import Progress
-from burnish.tracking.rundir import RunDirectory
+from burnish.tracking.rundir import ADAPTED, PARAMETERS, RunDirectory
 from burnish.tracking.trackers import read_metrics
 
 if TYPE_CHECKING:
@@ -84,12 +84,15 @@ class Result:
         return Curves(RunDirectory(self.directory).metrics).refresh()
 
     def _in_words(self, curves: Curves) -> str:
-        """Return the directory, the steps, the last reward or loss, and the model."""
+        """Return the directory, the steps, the last reward or loss, the model, and its parameters."""
         from burnish.tracking.notebook import last_values
 
         numbers = [f"{name} {value:.4g}" for name, value in last_values(curves).items()]
         model = f"model {self.model}" if self.model else "no model here"
-        return ", ".join([f"{self.directory}: {curves.last_step} steps", *numbers, model])
+        environment = RunDirectory(self.directory).read_environment()
+        sizes = [environment[key] for key in (PARAMETERS, ADAPTED) if key in environment]
+        size = [parameters_text(*sizes)] if sizes else []  # runs of earlier versions do not say it
+        return ", ".join([f"{self.directory}: {curves.last_step} steps", *numbers, model, *size])
 
     @property
     def model(self) -> Path | None:

@@ -28,7 +28,7 @@ def dry_run(args: Namespace, method: Method, config: RunConfig, run_dir: Path | 
     config, notices = prepare(config, method, world, run_dir)
     from burnish.runs.dry_run import set_up
 
-    setup, row_lengths = set_up(config, method, run_dir)
+    setup, row_lengths, adapted = set_up(config, method, run_dir)
     if devices is None:
         config = config.model_copy(update={"engine": setup.engine})
     if layout.is_main:
@@ -36,7 +36,7 @@ def dry_run(args: Namespace, method: Method, config: RunConfig, run_dir: Path | 
         memory = list(fit(plan_for, target, row_lengths)) if method.trains else []
         paragraphs = (
             f"burnish {' '.join(method.command)} is ready to run",
-            summary(config, method, world, run_dir, memory),
+            summary(config, method, world, run_dir, memory, adapted=adapted),
             *(f"note: {notice}" for notice in notices),
             "No weights were loaded, and nothing was written to the run's directory. To run it:",
             _started([*method.command, *filter(None, [args.config]), *args.overrides], world),

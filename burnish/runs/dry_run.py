@@ -41,13 +41,16 @@ _ROWS = 512
 
 def set_up(
     config: RunConfig, method: Method, run_dir: Path | None = None
-) -> tuple[RunConfig, list[int]]:
-    """Set `method` up without weights. Return the configuration that a run would record, and the tokens of its first rows.
+) -> tuple[RunConfig, list[int], int]:
+    """Set `method` up without weights.
+
+    Return the configuration that a run would record, the tokens of its first rows, and the numbers that an adapter trains.
 
     Raises the errors that the run would raise, joined into one.
     """
     errors: list[BurnishError] = []
     lengths: list[int] = []
+    adapted = 0
     if run_dir is not None:
         model, _ = newest_model(run_dir, config.model)
         config = config.model_copy(update={"model": model})
@@ -72,6 +75,7 @@ def set_up(
                 foundation = TextFoundation(local, tokenizer, Layout(), torch.device("cpu"))
             else:
                 foundation = laid = lay_foundation(local, given=config.model)
+                adapted = laid.adapted
                 with _collecting(errors):
                     _require_generator(laid, device)
                 for load in method.dry_runs_of_models(laid):
@@ -89,7 +93,7 @@ def set_up(
                         pool.require_answer(first[0], first.first_row)
     if errors:
         raise together(errors, "the setup of this run")
-    return config, lengths
+    return config, lengths, adapted
 
 
 def _require_generator(foundation: Foundation, device: torch.device) -> None:

@@ -37,8 +37,10 @@ from burnish.runs.session import Session
 from burnish.runs.setup import Learner, prove_start
 from burnish.runs.signals import StopRequested
 from burnish.runs.step_saver import LoadedStep, StepSaver
+from burnish.runs.summary import parameters_text
 from burnish.runs.trainer_state import Fingerprints, TrainerState, Updates, counts
 from burnish.tracking.progress import Bar
+from burnish.tracking.rundir import ADAPTED, PARAMETERS
 from burnish.tracking.stats import Stats
 from burnish.tracking.trackers import json_numbers, numbers
 
@@ -104,8 +106,9 @@ class Run:
         """Batches drawn and not trained on in this state."""
         self.partial = loaded.partial
         """Completions begun for later batches, as the step that the run resumed from held them."""
-        if self._layout.is_main:
-            self._log_start()
+        with agree(self._layout), self._observers.writing():
+            if self._layout.is_main:
+                self._tell_start()
         for learner in learners.values():
             learner.engine.load(learner.foundation.base, Part.FROZEN)
             if loaded.place is None:
@@ -116,25 +119,23 @@ class Run:
                 if self._layout.is_main:
                     session.mirror.bring_back(session.directory)
 
-    def _log_start(self) -> None:
+    def _tell_start(self) -> None:
+        main = self._learners[MAIN].foundation
+        sizes = {PARAMETERS: main.flops.parameters, ADAPTED: main.adapted}
+        directory = self._session.directory
+        directory.write_environment(directory.read_environment() | sizes)
         done = self.state.step
         total = self._total_steps
         if done >= total:
             log.info("step %d of %d is done already: nothing is left to do", done, total)
             return
-        main = self._learners[MAIN]
-        parameters = main.foundation.flops.parameters
-        shapes = {each.spec.name: each.spec.shape for each in main.engine.shards(Part.WEIGHTS)}
-        trained = sum(math.prod(shape) for shape in shapes.values())
-        share = f"{trained:,} ({trained / parameters:.2%}) trained of "
         log.info(
-            "steps %d to %d on %d %s, %s%s parameters in %s",
+            "steps %d to %d on %d %s, %s in %s",
             done + 1,
             total,
             self._fingerprints.samples,
             "streamed bytes" if self._config.data.streaming else "rows",
-            share if main.foundation.adapter is not None else "",
-            f"{parameters:,}",
+            parameters_text(main.flops.parameters, main.adapted),
             self._config.engine.precision,
         )
 

@@ -99,6 +99,8 @@ class Foundation(TextFoundation):
     """The README.md of the trained model; "" for none."""
     assets: Mapping[str, bytes] = field(default_factory=dict)
     """The files beside the weights, by name; only on rank 0 of a run that trains."""
+    adapted: int = 0
+    """The numbers that an adapter's run trains."""
 
     @property
     def costs(self) -> ModelFlops:
@@ -216,9 +218,11 @@ def lay_foundation(
         composite_proof.prove_composite(composite, hf_config, layout)
     source: ShardSource = base
     adapter: dict[str, Any] | None = None
+    adapted = 0
     if config.model.adapter:
         from burnish.models.lora.adapter import (
             adapter_record,
+            count_trained,
             first_adapter,
             warn_of_unadapted,
             within,
@@ -230,6 +234,7 @@ def lay_foundation(
         # A checkpoint names the model where anybody finds it, and not its copy on this machine.
         origin = given.path if given and given.path != config.model.path else None
         adapter = adapter_record(config.model, hf_config, origin)
+        adapted = count_trained(hf_config, config.model.adapter)
         source = first_adapter(config.model, hf_config, adapter, config.seed, base, composite)
         if config.model.adapter_beside:
             _require_adaptable(config, adapter["targets"], hf_config, device)
@@ -247,6 +252,7 @@ def lay_foundation(
         count_flops(hf_config),
         composite,
         card,
+        adapted=adapted,
     )
     # Written once now, so that what cannot be written ends the run here and not at its first save.
     return foundation if given is None else with_assets(foundation)

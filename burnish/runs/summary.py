@@ -58,13 +58,14 @@ def summary(
     memory: Sequence[Row] = (),
     *,
     brief: bool = False,
+    adapted: int = 0,
 ) -> str:
-    """Return aligned lines that say what a run does; unless `brief`, also sizes, formula, saving and `memory`."""
+    """Return aligned lines that say what a run with `adapted` numbers does; unless `brief`, also sizes, formula, saving and `memory`."""
     engine = config.engine
     data = config.data
     processes = count_text(world, "process")
     count = parameter_count(config.model)
-    size = f", {count:,} parameters" if count else ""
+    size = f", {parameters_text(count, adapted)}" if count else ""
     # What "auto" is, a run says once it has measured the processor.
     precision = "" if engine.precision == "auto" else f"precision {engine.precision}"
     rows = [
@@ -208,6 +209,12 @@ def sampling_text(sampling: SamplingConfig) -> str:
     parts += [f"top-p {sampling.top_p:g}"] if sampling.top_p < 1 else []
     parts += [f"min-p {sampling.min_p:g}"] if sampling.min_p else []
     return ", ".join(parts)
+
+
+def parameters_text(count: int, adapted: int = 0) -> str:
+    """Return how many parameters a model has, and how many its run trains, if that is an adapter."""
+    share = f"{adapted:,} ({adapted / count:.2%}) trained of " if adapted else ""
+    return f"{share}{count:,} parameters"
 
 
 def parameter_count(model: ModelConfig) -> int:

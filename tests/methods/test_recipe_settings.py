@@ -14,6 +14,7 @@ from support.nightly import by_day
 from support.runs.training_files import At, burnish, done, metrics, rollouts, write_rows
 from transformers import optimization
 
+from burnish.api import Result
 from burnish.config.load import read_config
 
 HELD_OUT = ["data.validation=20%", "evaluation.every=1", "checkpoint.save_every=1"]
@@ -128,13 +129,21 @@ def test_a_run_keeps_the_learning_rate_that_it_began_with(work):
     assert [row["train/lr"] for row in metrics(run) if row["step"]] == [1e-5, 1e-5]
 
 
-def test_an_adapters_run_says_how_many_parameters_it_trains(work):
-    base = (
-        done(work, "sft", "sft.yaml", "name=whole", "steps=1") / "checkpoints/step-00000001/model"
-    )
-    run = done(
-        work, "sft", "sft.yaml", "name=part", "steps=1", "model.fresh=null", f"model.path={base}", "model.lora.rank=2"
-    )  # fmt: skip
+def test_a_run_says_how_many_parameters_it_trains(work):
+    """At its start, in a dry run, and in its result: an adapter's are those of its file."""
+    whole = done(work, "sft", "sft.yaml", "name=whole", "steps=1")
+    base = whole / "checkpoints/step-00000001/model"
+    count = sum(each.numel() for each in load_file(base / "model.safetensors").values())
+    assert f" {count:,} " in repr(Result(whole))
+    words = [
+        "sft", "sft.yaml", "name=part", "steps=1", "model.fresh=null", f"model.path={base}", "model.lora.rank=2",
+        "model.lora.modules_to_save=[norm]",
+    ]  # fmt: skip
+    code, planned = burnish(work, *words, "--dry-run")
+    assert code == 0
+    run = done(work, *words)
     tensors = load_file(run / "checkpoints/step-00000001/model/adapter_model.safetensors")
     trained = sum(each.numel() for each in tensors.values())
-    assert f" {trained:,} (" in (run / "logs/rank-0.log").read_text()
+    assert 0 < trained < count
+    for said in (planned, (run / "logs/rank-0.log").read_text(), repr(Result(run))):
+        assert f" {trained:,} (" in said

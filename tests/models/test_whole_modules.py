@@ -28,7 +28,7 @@ from burnish.errors import IncompatibleError
 from burnish.families import ModelShape
 from burnish.files.safetensors import ADAPTER_CONFIG
 from burnish.models.loading import SafetensorsSource
-from burnish.models.lora.adapter import Adapter, adapter_record, first_adapter
+from burnish.models.lora.adapter import Adapter, adapter_record, count_trained, first_adapter
 from burnish.models.lora.adapter_config import with_adapter
 from burnish.models.meta_init import build_on_meta
 from burnish.plan.model import PlannedModel
@@ -177,7 +177,8 @@ def test_the_planner_counts_them(modules: list[str], tied: bool) -> None:
     model = build_on_meta(config)
     held = {r.parameter: r.shape for r in Adapter(model, lora).weights}
     planned = PlannedModel(ModelShape.of(config.to_dict()), lora)
-    assert planned.adapter == sum(model.get_parameter(name).numel() for name in held)
+    counted = sum(model.get_parameter(name).numel() for name in held)
+    assert planned.adapter == count_trained(config, lora) == counted
 
 
 def test_an_adapter_is_needed() -> None:

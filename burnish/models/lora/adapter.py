@@ -334,6 +334,16 @@ def target_weights(model: PreTrainedModel, config: LoraConfig) -> list[str]:
     return adapted
 
 
+def count_trained(hf_config: PretrainedConfig, config: LoraConfig) -> int:
+    """Return how many numbers an adapter trains, with those of whole modules beside it."""
+    model = build_on_meta(hf_config)
+    adapted = (model.get_parameter(name).shape for name in target_weights(model, config))
+    factors = sum(math.prod(shape[:-2]) * sum(shape[-2:]) for shape in adapted)
+    modules = map(model.get_submodule, modules_trained_whole(model, config))
+    whole_modules = {parameter for module in modules for parameter in module.parameters()}
+    return config.rank * factors + sum(parameter.numel() for parameter in whole_modules)
+
+
 def warn_of_unadapted(config: LoraConfig, hf_config: PretrainedConfig) -> None:
     """Name the linear layers that `config` would adapt by default, and cannot, and tied tables that it trains unnamed."""
     warn_of_ties(config, hf_config)
