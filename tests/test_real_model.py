@@ -9,6 +9,8 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
 from burnish.tracking.trackers import read_metrics
 
@@ -39,11 +41,39 @@ def python(place: Path, *arguments: str | Path, typed: str = "") -> str:
     return done.stdout
 
 
-def test_smollm_learns_sums(tmp_path: Path) -> None:
+def weights_of_package() -> Path:
     assert PACKAGE is not None
     (folder,) = PACKAGE.submodule_search_locations or ()
     (weights,) = Path(folder).glob("*.gguf")
-    python(tmp_path, EXAMPLE / "model.py", weights, "runs/smollm2")
+    return weights
+
+
+def test_an_imported_model_is_what_transformers_reads(tmp_path: Path) -> None:
+    weights = weights_of_package()
+    python(tmp_path, "-m", "burnish", "ckpt", "import", weights, "imported")
+    plain = AutoModelForCausalLM.from_pretrained(
+        str(weights.parent),
+        gguf_file=weights.name,
+        quantization_config=GgufConfig(dequantize=True),
+    )
+    ours = AutoModelForCausalLM.from_pretrained(tmp_path / "imported", dtype=plain.dtype)
+    ids = torch.arange(100, 140)[None]
+    with torch.no_grad():
+        assert torch.equal(plain(ids).logits, ours(ids).logits)
+    own, other = (
+        AutoTokenizer.from_pretrained(str(place), **options)
+        for place, options in (
+            (weights.parent, {"gguf_file": weights.name}),
+            (tmp_path / "imported", {}),
+        )
+    )
+    assert own("What is 3 + 4?").input_ids == other("What is 3 + 4?").input_ids
+    assert other.chat_template == own.chat_template is not None
+
+
+def test_smollm_learns_sums(tmp_path: Path) -> None:
+    weights = weights_of_package()
+    python(tmp_path, "-m", "burnish", "ckpt", "import", weights, "runs/smollm2")
     python(tmp_path, EXAMPLE / "data.py")
     model = "model.path=runs/smollm2"
     python(tmp_path, "-m", "burnish", "rl", EXAMPLE / "rl.yaml", model, "--dry-run")

@@ -63,6 +63,7 @@ BURNISH_LOG_LEVEL is debug, info, warning or error. Default: info on rank 0, els
 _SETTINGS = "burnish config explain lists the sections of settings; burnish config explain KEY explains one."
 _MOST_OPTIONS = 5
 """Most unknown options in one error."""
+_GGUF_TYPES = ("q8_0", "bf16", "f16", "f32")
 DIFFERS = 6
 """Exit code of a comparison that finds a difference."""
 
@@ -153,7 +154,7 @@ _COMMANDS = {
         "Print the JSON Schema of a configuration, for editors.",
     ),
     "ckpt": ("", "", "Inspect, check, export, import and keep checkpoints."),
-    "ckpt ls": ("ckpt:list_steps", "RUN --json", "List the steps of a run."),
+    "ckpt ls": ("ckpt:list_steps", "RUN --json", "List the steps of a run, or of many runs."),
     "ckpt show": ("ckpt:show_step", "STEP --json --tensors", "Show the content of a step."),
     "ckpt verify": (
         "ckpt:verify_steps",
@@ -167,7 +168,7 @@ _COMMANDS = {
     ),
     "ckpt export": (
         "ckpt_tensors:export_step",
-        "STEP DIRECTORY --json --dtype --shard-gb --role --merged --base",
+        "STEP DIRECTORY --json --dtype --shard-gb --role --merged --base --gguf",
         "Write a step's model as a plain Hugging Face directory.",
     ),
     "ckpt push": (
@@ -178,7 +179,7 @@ _COMMANDS = {
     "ckpt import": (
         "ckpt_tensors:import_weights",
         "SOURCE RUN_DIR --json --step --assets --unsafe-pickle --without-sandbox",
-        "Make a step from another program's weights, without optimizer state.",
+        "Make a step from another program's weights, without optimizer state. Of a GGUF file, make a model's directory instead.",
     ),
     "ckpt pin": ("ckpt:pin_step", "STEP_DIR --json --reason", "Protect a step from removal."),
     "ckpt unpin": (
@@ -353,6 +354,9 @@ _OPTIONS = {
     "--lora": _flag("train an adapter of rank 16"),
     "--merged": _flag(
         "for a run with model.lora: take the model with the adapter merged in, instead of the adapter"
+    ),
+    "--gguf": _argument(
+        "also say how llama.cpp makes GGUF of it", nargs="?", const="q8_0", choices=_GGUF_TYPES
     ),
     "--base": _argument("for --merged: where the base model is now, if it moved", type=Path),
     "--step": _argument("number of the new step; default: 0", type=int, default=0),

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import shlex
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -11,6 +13,7 @@ import torch
 
 from burnish.boxes.tensor_reader import DirectoryReader, TensorReader
 from burnish.checkpoint.load import StepReader
+from burnish.checkpoint.manifest import ADAPTER_STATE
 from burnish.checkpoint.steps import CommittedStep
 from burnish.checkpoint.tools.diff import Distance, TensorDiff, compare_steps
 from burnish.checkpoint.tools.export import Exportable, MergedModel, StepModel, adapter_of, export
@@ -20,6 +23,7 @@ from burnish.checkpoint.write_plan import MODEL
 from burnish.cli.ckpt import Report, Say, is_step, one_step
 from burnish.errors import UsageError, bytes_text, count_text
 from burnish.files.hub import is_elsewhere
+from burnish.files.quantized import GGUF
 from burnish.files.remote import Remote
 from burnish.files.remote_copy import copied, select
 from burnish.files.safetensors import SUFFIX
@@ -31,6 +35,7 @@ FILE_BYTES = 5_000_000_000
 """Largest size of a weights file."""
 # Without --tensors, only this many tensors are shown: those that differ most.
 _SHOWN_TENSORS = 5
+_LLAMA_CPP = "https://github.com/ggml-org/llama.cpp"
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
@@ -84,9 +89,16 @@ def _words(difference: TensorDiff) -> str:
 
 
 def export_step(
-    say: Say, path: PurePath, target: Path, *, dtype: str, shard_gb: float, **which: Any
+    say: Say,
+    path: PurePath,
+    target: Path,
+    *,
+    dtype: str,
+    shard_gb: float,
+    gguf: str | None,
+    **which: Any,
 ) -> Report:
-    """Write the model of a step that `which` names as a Hugging Face directory."""
+    """Write the model of a step that `which` names as a Hugging Face directory, and say how llama.cpp makes `gguf` of it."""
     if not 0 < shard_gb < math.inf:
         raise UsageError(
             "--shard-gb is not a size of files",
@@ -95,6 +107,13 @@ def export_step(
             do="leave it out for the usual size",
         )
     step = one_step(path)
+    if gguf and ADAPTER_STATE in step.state and not (which["merged"] or which["role"]):
+        raise UsageError(
+            "llama.cpp makes GGUF files of whole models",
+            have=f"an adapter in {step.path}",
+            want="--merged",
+            do="add --merged",
+        )
     with exportable(step, **which) as model:
         files = export(model, target, DTYPES[dtype], int(shard_gb * 1e9))
     where = str(target.absolute())
@@ -102,8 +121,21 @@ def export_step(
     say(f"{where}: {model.what} of {step.path.name} in {dtype}, {bytes_text(size)}")
     for name in files:
         say(f"  {name}")
-    report = {"path": where, "step": step.step, "dtype": dtype}
+    report: Report = {"path": where, "step": step.step, "dtype": dtype}
+    if gguf:
+        report["gguf"] = commands = [*_conversion(target, gguf)]
+        say(f"llama.cpp makes {gguf} of it with")
+        for command in commands:
+            say(f"  {command}")
     return {**report, "files": list(files), "bytes": size}
+
+
+def _conversion(directory: Path, kind: str) -> Iterator[str]:
+    """Yield the commands that make a GGUF file. No package that is well kept does it."""
+    file = directory.with_name(f"{directory.name}-{kind}.gguf")
+    yield f"git clone {_LLAMA_CPP} && pip install -r llama.cpp/requirements.txt"
+    words = [str(directory), "--outtype", kind, "--outfile", str(file)]
+    yield shlex.join(["python", "llama.cpp/convert_hf_to_gguf.py", *words])
 
 
 def exportable(step: CommittedStep, *, role: str, merged: bool, base: Path | None) -> Exportable:
@@ -140,9 +172,17 @@ def import_weights(
     unsafe_pickle: bool,
     without_sandbox: bool,
 ) -> Report:
-    """Make a step from another program's weights. Copy them first if they are at a URL."""
+    """Make a step from another program's weights, or a model's directory from a GGUF file. Copy them first if they are at a URL."""
     if step < 0:
         raise UsageError("a step is 0 or more", have=f"--step {step}", do="leave it out for step 0")
+    if path.name.endswith(GGUF):
+        if step or assets:
+            raise UsageError(
+                "a GGUF file becomes a model's directory, and no step",
+                have="--step" if step else f"--assets {assets}",
+                do="leave it out",
+            )
+        return _import_gguf(say, path, run)
     source = path
     if not isinstance(source, Path):
         selection = select(Remote(str(path)), lambda name: True, deep=True)
@@ -172,6 +212,26 @@ def import_weights(
         "healthy": done.healthy,
         "training": "absent",
         "guard": foreign.guard,
+    }
+
+
+def _import_gguf(say: Say, path: PurePath, target: Path) -> Report:
+    from burnish.checkpoint.tools.import_gguf import import_gguf
+
+    file = path
+    if not isinstance(file, Path):
+        place = copied(select(Remote(str(path)), lambda _: True), Progress(True).phase)
+        file = place / path.name if place.is_dir() else place
+    sizes = import_gguf(file, target)
+    say(
+        f"{target}: the model of {path}, {bytes_text(sum(sizes.values()))}; a run begins from it with"
+    )
+    say(f"  model.path={target}")
+    return {
+        "path": str(target.absolute()),
+        "source": str(path),
+        "files": list(sizes),
+        "bytes": sum(sizes.values()),
     }
 
 

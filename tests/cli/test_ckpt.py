@@ -5,10 +5,12 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shlex
 import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -507,6 +509,21 @@ def test_export(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = ckpt(capsys, "export", step, run / "new", "--shard-gb", "1e-9")
     assert code == 0
     assert "the model of step-00000009 in bf16" in out
+    code, found = as_json(capsys, "export", step, run / "for llama", "--gguf")
+    assert code == 0
+    assert shlex.split(found["gguf"][-1])[2:5] == [str(run / "for llama"), "--outtype", "q8_0"]
+    assert ckpt(capsys, "export", step, run / "none", "--gguf", "q3")[0] == 2
+
+
+@pytest.mark.skipif(find_spec("gguf") is not None, reason="the package is there")
+def test_gguf_needs_a_package(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "m.gguf"
+    file.write_bytes(b"GGUF")
+    code, _, err = ckpt(capsys, "import", file, tmp_path / "out")
+    assert (code, "[gguf]" in err) == (2, True)
+    assert ckpt(capsys, "import", file, tmp_path / "out", "--step", "3")[0] == 2
+    assert ckpt(capsys, "import", tmp_path / "no.gguf", tmp_path / "out")[0] == 5
+    assert not (tmp_path / "out").exists()
 
 
 def test_import_and_export_are_inverse(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -113,7 +113,7 @@ def test_what_has_no_such_key_is_not_looked_at(tmp_path: Path) -> None:
 def test_weights_for_llama_cpp(place: str, names: tuple[str, ...], is_refused: bool) -> None:
     problem = gguf_problem(place, "model.path", names)
     assert (problem is not None) == is_refused
-    assert problem is None or "gguf_file" in str(problem.do)
+    assert problem is None or "burnish ckpt import" in str(problem.do)
 
 
 COMMANDS = {
@@ -132,7 +132,7 @@ def test_commands_say_it_before_torch_is_loaded(work: Path, name: str) -> None:
     place = save_quantized(work / f"q-{name}".replace(" ", ""), "awq", METHODS["awq"][1])
     file = work / "m.gguf"
     file.write_bytes(b"GGUF")
-    for given, said in ((str(place), "awq"), (str(file), "gguf_file")):
+    for given, said in ((str(place), "awq"), (str(file), f"ckpt import {file} ")):
         argv = [word.replace("PLACE", given) for word in COMMANDS[name]]
         code, output = burnish(work, *argv)
         assert (code, said in output, "Traceback" in output) == (4, True, False), output

@@ -224,14 +224,7 @@ def export(
     block.
     """
     target = target.absolute()
-    kind = storage.kind(target)
-    if kind is not None and (kind != "directory" or storage.entries(target)):
-        raise UsageError(
-            f"{target} exists already",
-            want="a directory that does not exist yet",
-            do="give another name, or remove it",
-        )
-    require_outside_steps(target, storage)
+    require_new(target, storage)
     with (
         naming_failures(f"{target} could not be written"),
         partial_directory(target, storage) as partial,
@@ -251,6 +244,18 @@ def export(
         storage.rename(partial, target)
         storage.sync_dir(target.parent)
     return sizes
+
+
+def require_new(target: Path, storage: LocalStorage) -> None:
+    """Raise `UsageError` for a directory that exists, or is inside a step."""
+    kind = storage.kind(target)
+    if kind is not None and (kind != "directory" or storage.entries(target)):
+        raise UsageError(
+            f"{target} exists already",
+            want="a directory that does not exist yet",
+            do="give another name, or remove it",
+        )
+    require_outside_steps(target, storage)
 
 
 def _write_tensors(
