@@ -58,6 +58,8 @@ Report = dict[str, Any]
 """A command's findings or actions, as plain values; `error` is the `BurnishError` that it ends with, or None."""
 P = TypeVar("P", bound=PurePath)
 
+# Longest value of a step's state that is shown as it is.
+_SHOWN_STATE = 80
 # Values of the parser that commands do not take.
 _PARSER_ONLY = ("command", "subcommand", "function", "json")
 
@@ -128,7 +130,22 @@ def _steps_directory(path: P) -> P:
 
 
 def list_steps(say: Say, path: PurePath) -> Report:
-    """List a run's steps, and unfinished, damaged and removed ones."""
+    """List the steps of a run, or of all runs in a directory, and unfinished, damaged and removed ones."""
+    if isinstance(path, Path) and (runs := _runs_in(path)):
+        reports = [_list_of_run(say, run) for run in runs]
+        errors = [report.pop("error") for report in reports]
+        return {"path": str(path), "runs": reports, "error": next(filter(None, errors), None)}
+    return _list_of_run(say, path)
+
+
+def _runs_in(path: Path) -> list[Path]:
+    """Return the runs in a directory that is none itself."""
+    if not path.is_dir() or path.name == CHECKPOINTS or (path / CHECKPOINTS).is_dir():
+        return []
+    return sorted(child for child in path.iterdir() if (child / CHECKPOINTS).is_dir())
+
+
+def _list_of_run(say: Say, path: PurePath) -> Report:
     root = _steps_directory(path)
     source = _source_of(root)
     steps, error = listed_steps(root, source)
@@ -182,7 +199,10 @@ def show_step(say: Say, path: PurePath, *, tensors: bool) -> Report:
     _say_section(say, str(step.path), [(name, _word(value)) for name, value in shown.items()])
     heads = ("set", "dtype", "tensors", "elements", "size")
     _say_section(say, "tensors", [heads, *(_set_row(*each) for each in sets.items())])
-    _say_section(say, "state", [(name, json.dumps(value)) for name, value in step.state.items()])
+    texts = {name: json.dumps(value) for name, value in step.state.items()}
+    long = {name for name, text in texts.items() if len(text) > _SHOWN_STATE}
+    texts |= {name: count_text(len(step.state[name]), "value") for name in long}
+    _say_section(say, "state, which --json shows in full" if long else "state", [*texts.items()])
     counted = {name: {"tensors": len(found), "bytes": _size(found)} for name, found in sets.items()}
     report = {"path": str(step.path), **facts, "sets": counted, "state": dict(step.state)}
     listed = {

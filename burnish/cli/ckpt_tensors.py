@@ -35,6 +35,14 @@ FILE_BYTES = 5_000_000_000
 """Largest size of a weights file."""
 # Without --tensors, only this many tensors are shown: those that differ most.
 _SHOWN_TENSORS = 5
+_VERDICTS = {
+    "equal": "equal",
+    "differs": "different",
+    "only in A": "only in A",
+    "only in B": "only in B",
+    "another shape": "of another shape",
+    "another kind": "of another kind",
+}
 _LLAMA_CPP = "https://github.com/ggml-org/llama.cpp"
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -50,9 +58,12 @@ def diff(say: Say, path: PurePath, other: PurePath, *, tensors: bool) -> Report:
         total.square += difference.distance.square if difference.distance else 0.0
         total.square_of_a += difference.distance.square_of_a if difference.distance else 0.0
     for name, total in sets.items():
-        verdicts = Counter(e.verdict for e in differences if e.key.startswith(f"{name}/"))
-        counts = ", ".join(f"{verdict}: {count}" for verdict, count in sorted(verdicts.items()))
-        say(f"{name}  relative L2 {total.relative_l2:.3g}; tensors {counts}")
+        own = [each for each in differences if each.key.startswith(f"{name}/")]
+        verdicts = sorted(Counter(each.verdict for each in own).items())
+        counts = ", ".join(f"{count} {_VERDICTS[verdict]}" for verdict, count in verdicts)
+        is_compared = any(each.distance is not None for each in own)
+        far = f"relative L2 {total.relative_l2:.3g}" if is_compared else "nothing in common"
+        say(f"{name}  {far}; tensors: {counts}")
     differing = [difference for difference in differences if difference.verdict != "equal"]
     differing.sort(key=lambda e: -e.distance.relative_l2 if e.distance else -math.inf)
     for difference in differing if tensors else differing[:_SHOWN_TENSORS]:

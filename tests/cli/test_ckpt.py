@@ -85,6 +85,24 @@ def test_ls(run: Path, below: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert lines[3].endswith("unhealthy")
 
 
+def test_ls_of_a_directory_of_runs(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shutil.copytree(run, run.parent / "other")
+    (run.parent / "notes").mkdir()
+    code, found = as_json(capsys, "ls", run.parent)
+    assert code == 0
+    roots = [str(run.parent / name / "checkpoints") for name in ("other", "run")]
+    assert [each["path"] for each in found["runs"]] == roots
+    assert all(len(each["steps"]) == 2 for each in found["runs"])
+    assert as_json(capsys, "ls", run.parent / "notes")[0] == 5
+
+
+def test_show_has_long_values_in_json_alone(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    many = {f"number {n}": n for n in range(99)}
+    step = save_once(run / "checkpoints", 3, state={"step": 3, "unlogged": many})
+    assert as_json(capsys, "show", step)[1]["state"]["unlogged"] == many
+    assert max(map(len, ckpt(capsys, "show", step)[1].splitlines())) < 120 + len(str(step))
+
+
 def test_ls_names_what_is_damaged(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flip(step_of(run, 1) / "COMMIT", 30)
     code, out, _ = ckpt(capsys, "ls", run)
@@ -454,7 +472,7 @@ def test_diff_says_how_far_apart(run: Path, capsys: pytest.CaptureFixture[str]) 
     a, b = (save_once(run / "checkpoints", step, seed=seed) for step, seed in ((7, 0), (8, 1)))
     code, out, err = ckpt(capsys, "diff", a, a)
     assert (code, err) == (0, "")
-    assert [line.split()[-1] for line in out.splitlines()[2:]] == ["5", "5", "5"]
+    assert [line.split()[-2:] for line in out.splitlines()[2:]] == [["5", "equal"]] * 3
     code, out, _ = ckpt(capsys, "diff", a, b)
     assert code == 6
     assert len(out.splitlines()) == 2 + 3 + 5 + 1  # A and B, sets, the worst tensors, the rest
@@ -481,6 +499,9 @@ def test_diff_with_a_hugging_face_directory(run: Path, capsys: pytest.CaptureFix
     assert tensors["exp_avg/head.weight"]["verdict"] == "only in A"
     _, out, _ = ckpt(capsys, "diff", step, step / "model", "--tensors")
     assert "exp_avg/head.weight  only in A" in out
+    # A set that one side lacks has no distance, which 0 would deny.
+    [line] = [line for line in out.splitlines() if line.startswith("exp_avg ")]
+    assert "L2" not in line
 
 
 def test_diff_reads_nothing_that_is_damaged(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
