@@ -110,6 +110,10 @@ def _percent(share: float) -> str:
     return f"{100 * share:.0f} %"
 
 
+def _count(number: float, name: str) -> str:
+    return f"{number:.0f} {name}{'' if round(number) == 1 else 's'}"
+
+
 def _rate(settings: Settings, factor: float) -> str | None:
     lr = settings.get("optim.lr")
     return f"optim.lr={lr * factor:.2g}" if isinstance(lr, int | float) and lr else None
@@ -118,7 +122,7 @@ def _rate(settings: Settings, factor: float) -> str | None:
 def _lost_steps(numbers: Numbers, settings: Settings) -> Iterator[Attention]:
     for metric in ("actor/skipped", "train/skipped"):
         if skipped := sum(_values(numbers, metric)):
-            text = f"{skipped:.0f} optimizer steps were skipped: a gradient was not finite"
+            text = f"{_count(skipped, 'optimizer step')} skipped: a gradient was not finite"
             yield _found(numbers, "skipped", metric, text, _rate(settings, 0.5), "engine.precision")
     for metric, key in (("train/loss", "nan_loss"), ("actor/loss", "nan_loss")):
         curve = numbers.get(metric)
@@ -131,7 +135,7 @@ def _lost_rewards(numbers: Numbers, settings: Settings) -> Iterator[Attention]:
     errors = _values(numbers, "reward/errors")[-_FEW:]
     if lost := sum(errors):
         also = "reward_error of these rollouts says why"
-        text = f"a reward failed on {lost:.0f} completions in the last {len(errors)} steps"
+        text = f"a reward failed on {_count(lost, 'completion')} in the last {_count(len(errors), 'step')}"
         yield _found(numbers, "reward_errors", "reward/errors", text, None, also)
 
 
@@ -276,7 +280,7 @@ def _speed(numbers: Numbers, settings: Settings) -> Iterator[Attention]:
     before = median(rates[_FEW : 3 * _FEW])
     now = median(rates[-_FEW:])
     if now < 0.4 * before:
-        text = f"the update slowed from {before:.3g} to {now:.3g} tokens a second"
+        text = f"the update slowed from {before:,.0f} to {now:,.0f} tokens a second"
         also = "the timeline, and what else uses the machine"
         yield _found(numbers, "slow", metric, text, None, also)
 

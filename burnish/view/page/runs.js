@@ -6,12 +6,12 @@ import {changed, here, link, replace} from "./place.js";
 
 const HEADLINES = ["reward/mean", "train/loss"], MOST_SPARKS = 40, SVG = "http://www.w3.org/2000/svg";
 const HEADS = [
-  ["", "check"], ["run", "name"], ["state", "state-of"], ["steps", "mid"], ["reward or loss", "right"], ["", "wide spark"],
+  ["", "check"], ["run", "name"], ["state", "state-of"], ["steps", "mid"], ["reward or loss, last", "right"], ["", "wide spark"],
   ["validation, last", "right"], ["best", "right mid"], ["model", "wide soft"], ["updated", "right mid soft"],
 ];
 // What a head sorts by.
 const SORTED = {
-  run: ({run}) => run, state: ({state}) => state, steps: ({step}) => step, "reward or loss": ({reward, loss}) => num(reward ?? loss),
+  run: ({run}) => run, state: ({state}) => state, steps: ({step}) => step, "reward or loss, last": ({reward, loss}) => num(reward ?? loss),
   "validation, last": ({validation, score}) => num(score?.value ?? validation), best: ({best}) => num(best?.value), model: ({model}) => model, updated: ({updated}) => updated,
 };
 

@@ -18,7 +18,7 @@ export async function runHead(run, about, found) {
     const {steps} = found[name], width = i ? steps[i] - steps[i - 1] : (steps[1] ?? steps[0] + 1) - steps[0];
     return sum + (value > 0 ? value * width : 0);
   }, 0);
-  const troubles = TROUBLES.map(([title, ...names]) => [title, Math.round(names.map(total).reduce((a, b) => a + b))]).filter(([, n]) => n);
+  const told = items.map(({metric}) => metric), troubles = TROUBLES.filter(([, ...names]) => !names.some((name) => told.includes(name))).map(([title, ...names]) => [title, Math.round(names.map(total).reduce((a, b) => a + b))]).filter(([, n]) => n);
   const notices = [about.error, ...troubles.map(([title, n]) => `${title}: ${count(n)}`)].filter(Boolean);
   const tile = ([label, value, before, note]) => h("div.tile",
     h("div.label", label), h("div.value", before ? h("span.before", `${before} → `) : null, value), h("div.note", note));
