@@ -394,6 +394,23 @@ def test_a_chat_is_shown_as_messages_or_raw(tab: Tab, address: str) -> None:
 
 
 @pytest.mark.nightly
+def test_templates_of_chats(tab: Tab, address: str) -> None:
+    show(tab, address)
+    system, user = {"role": "system", "text": "A"}, {"role": "user", "text": "B"}
+    written = {
+        "<|im_start|>system\nA<|im_end|>\n<|im_start|>user\nB<|im_end|>\n<|im_start|>assistant\n": [system, user],
+        "<|begin_of_text|><|start_header_id|>system<|end_header_id|>\n\nA<|eot_id|><|start_header_id|>user<|end_header_id|>\n\nB<|eot_id|>": [system, user],
+        "<bos><start_of_turn>user\nB<end_of_turn>\n<start_of_turn>model\n": [user],
+        "<|system|>\nA<|end|>\n<|user|>\nB<|end|>\n<|assistant|>\n": [system, user],
+        "<｜begin▁of▁sentence｜>A<｜User｜>B<｜Assistant｜>": [system, user],
+        "2+2=": [],
+    }  # fmt: skip
+    for prompt, messages in written.items():
+        found = tab.run(f"import('/static/messages.js').then((m) => m.messagesOf({json.dumps(prompt)}))")  # fmt: skip
+        assert found == messages
+
+
+@pytest.mark.nightly
 def test_other_columns_of_the_row_are_shown(tab: Tab, address: str) -> None:
     show(tab, f"{address}#/run/said/rollouts")
     tab.wait("document.querySelector('.reader .row-columns')")

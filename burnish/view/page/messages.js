@@ -3,18 +3,22 @@
 import {button, h, passage, words} from "./dom.js";
 import {changed, here, replace} from "./place.js";
 
-// What begins a message, with its role, and what ends it: ChatML, Llama 3, Gemma, Phi and Zephyr.
+// What begins a message, with its role, and what ends it: ChatML, Llama 3, Gemma, Phi and Zephyr, DeepSeek.
 const TEMPLATES = [
   [/<\|im_start\|>(\w+)\n/g, /<\|im_end\|>\s*$/], [/<\|start_header_id\|>(\w+)<\|end_header_id\|>\s*/g, /<\|eot_id\|>\s*$/],
   [/<start_of_turn>(\w+)\n/g, /<end_of_turn>\s*$/], [/<\|(system|user|assistant)\|>\s*/g, /(<\|end\|>|<\/s>)\s*$/],
+  [/<｜(User|Assistant)｜>/g, /<｜end▁of▁sentence｜>\s*$/],
 ];
+// Special tokens at the beginning, which are no message.
+const BEGINNINGS = /^(<s>|<bos>|<\|begin_of_text\|>|<｜begin▁of▁sentence｜>|\s)+/;
 
 // The messages [{role, text}…] of a prompt; none if no known template wrote it.
 export function messagesOf(prompt) {
   for (const [begin, end] of TEMPLATES) {
     const found = [...prompt.matchAll(begin)];
     const texts = found.map((match, i) => prompt.slice(match.index + match[0].length, found[i + 1]?.index ?? prompt.length).replace(end, ""));
-    if (found.length) return found.map((match, i) => ({role: match[1], text: texts[i]})).filter(({text}) => text.trim());
+    const before = prompt.slice(0, found[0]?.index).replace(BEGINNINGS, "");  // of DeepSeek, the system's message
+    if (found.length) return [{role: "system", text: before}, ...found.map((match, i) => ({role: match[1].toLowerCase(), text: texts[i]}))].filter(({text}) => text.trim());
   }
   return [];
 }
