@@ -16,9 +16,9 @@ from burnish.translate.trainer import (
     combine_trainer,
     lora_settings,
 )
-from burnish.translate.trl import combine_rewards
+from burnish.translate.trl import combine_rewards, with_suffixes
 
-_ONLINE = ("grpo",)
+_ONLINE = ("grpo", "gdpo")
 _ON_PREFERENCES = ("dpo", "ipo", "kto", "orpo", "simpo")
 _JUDGES = ("reward_model", "process_reward_model")
 _LORA = (
@@ -67,7 +67,7 @@ def _generates(arguments: Arguments) -> bool:
         raise UsageError(
             f"axolotl's rl: {method} has no counterpart",
             have=method,
-            want="supervised fine-tuning or grpo",
+            want="supervised fine-tuning, grpo or gdpo",
             do="translate such a configuration",
         )
     return method in _ONLINE
@@ -77,13 +77,18 @@ def _defaults(arguments: Arguments) -> Mapping[str, Any]:
     given = {**_DEFAULTS, **(_OF_GRPO if _generates(arguments) else _OF_SFT)}
     if "warmup_steps" in arguments.given:
         del given["warmup_ratio"]
+    if arguments.given.get("hub_model_id"):
+        given["push_to_hub"] = True
     endings = {name.rpartition(".")[2] for name in arguments.given}
     return {name: value for name, value in given.items() if name not in endings}
 
 
 def _combine(arguments: Arguments) -> None:
     online = _generates(arguments)
-    arguments.carry({}, "rl")
+    arguments.carry(
+        {"algorithm.advantage": "gdpo"} if arguments.look_up("rl") == "gdpo" else {}, "rl"
+    )
+    with_suffixes(arguments, "model.path", "base_model", "@", ["revision_of_model"])
     combine_rewards(arguments)
     _datasets(arguments)
     _lora(arguments)
@@ -107,6 +112,8 @@ def _combine(arguments: Arguments) -> None:
 
 def _lora(arguments: Arguments) -> None:
     """Carry the adapter that `adapter` switches on."""
+    if arguments.look_up("lora_target_linear") is True:
+        arguments.drop("all linear layers are adapted", "lora_target_modules")
     adapter = arguments.look_up("adapter")
     if adapter not in ("lora", "qlora"):
         if not adapter:
@@ -129,7 +136,7 @@ def _intervals(arguments: Arguments) -> None:
     for name, key in keys.items():
         count = arguments.number(name)
         if count:
-            arguments.carry({key: "1 epoch" if count == 1 else f"1/{count} epoch"}, name)
+            arguments.carry({key: "1 epoch" if count == 1 else f"1/{count:g} epoch"}, name)
 
 
 def _datasets(arguments: Arguments) -> None:

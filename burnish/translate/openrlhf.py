@@ -62,6 +62,13 @@ _FLAT = {
     "eval.n_samples_per_prompt": "eval_n_samples_per_prompt",
 }
 """What an argument was called before OpenRLHF had dots."""
+_NEVER = {
+    "ckpt.save_steps": {"checkpoint.save_every": 0},
+    "save_steps": {"checkpoint.save_every": 0},
+    "eval.steps": {"evaluation.every": 0},
+    "eval_steps": {"evaluation.every": 0},
+}
+"""What -1 means here."""
 _LEVELS = {"tis": "token", "icepop": "token", "seq-mask-tis": "geometric"}
 
 
@@ -104,9 +111,9 @@ def _combine(arguments: Arguments) -> None:
     warmup = arguments.number("lr_warmup_ratio")
     if warmup:
         arguments.carry({"optim.warmup_steps": share_text(warmup)}, "lr_warmup_ratio")
-    for name in ("ckpt.save_steps", "save_steps", "eval.steps", "eval_steps"):
+    for name, settings in _NEVER.items():
         if arguments.number(name) == -1:
-            arguments.carry({}, name)
+            arguments.carry(settings, name)
     if arguments.look_up("logger.wandb.key") or arguments.look_up("use_wandb"):
         arguments.carry({"tracking.trackers": ["wandb"]}, "logger.wandb.key", "use_wandb")
     if _generates(arguments):

@@ -22,7 +22,9 @@ _DEFAULTS_OF_SFT = {"data.batch_size": 128, "data.seq_len": 128, "optim.weight_d
 
 def _recognizes(arguments: Arguments) -> bool:
     named = any(name.startswith(_SECTIONS) for name in arguments.given)
-    is_sft = "model.name" in arguments.given and any(name in arguments.given for name in _OF_SFT)
+    is_sft = "model.name" in arguments.given and any(
+        name.startswith(_OF_SFT) for name in arguments.given
+    )
     return named or is_sft
 
 

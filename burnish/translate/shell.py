@@ -122,6 +122,8 @@ class Script:
     reason: str = ""
     """Why the last status is unknown."""
     is_condition: bool = False
+    input: str | None = None
+    """What `<<` or `<<<` gives the command to read."""
 
     @property
     def ended_at(self) -> int:
@@ -503,14 +505,31 @@ class Script:
     def _redirected_statement(self, node: Node) -> int | None:
         body = node.child_by_field_name("body")
         before = self.output
-        status = self._one(body) if body is not None and body.type in _STATEMENTS else 0
         redirects = [child for child in node.children if child.type.endswith("_redirect")]
+        self.input = self._given(redirects)
+        status = self._one(body) if body is not None and body.type in _STATEMENTS else 0
+        self.input = None
         if any(_is_elsewhere(each) for each in redirects):
             self.output = before
         for each in redirects:
             if each.type == "heredoc_redirect":
                 self._all([child for child in each.named_children if child.type in _STATEMENTS])
         return status
+
+    def _given(self, redirects: Sequence[Node]) -> str | None:
+        """Return the text that a redirection gives a command, or None."""
+        for redirect in redirects:
+            parts = {child.type: self._text(child) for child in redirect.children}
+            if redirect.type == "herestring_redirect":
+                return self._words.text(self._text(redirect).removeprefix("<<<").strip())
+            if redirect.type == "heredoc_redirect":
+                body = parts.get("heredoc_body", "")
+                if "<<-" in parts:
+                    body = re.sub(r"^\t+", "", body, flags=re.M)
+                if re.search(r"[\\'\"]", parts["heredoc_start"]):
+                    return body
+                return self._words.text('"' + re.sub(r'\\?"', _escaped, body) + '"')
+        return None
 
     def _test_command(self, node: Node) -> int | None:
         words = list(self._leaves(node))[1:-1]
@@ -547,6 +566,8 @@ class Script:
             return self._all(
                 [child for child in node.named_children if child.type == "variable_assignment"]
             )
+        given = self._given([each for each in node.children if each.type.endswith("_redirect")])
+        self.input = self.input if given is None else given
         if node.parent is not None and any(
             _is_elsewhere(child)
             for child in node.named_children
@@ -759,12 +780,20 @@ class Script:
         return int(not values[-1])
 
     def _do_read(self, arguments: list[str]) -> int | None:
-        for name in arguments:
-            if name.isidentifier():
+        """Set variables to words of what is given; only a run would tell what a file or a person gives."""
+        names = [name for name in arguments if name.isidentifier()]
+        if self.input is None:
+            for name in names:
                 self.variables.set(
                     name, self.variables.mark(f"read on line {self.line} would have to run")
                 )
-        return 0
+            return 0
+        is_whole = "" in arguments  # `-d ""` reads to the end, and there it finds no delimiter
+        lines = self.input.strip() if is_whole else self.input.partition("\n")[0].strip()
+        words = lines.split(None, len(names) - 1) if len(names) > 1 else [lines]
+        for place, name in enumerate(names):
+            self.variables.set(name, words[place] if place < len(words) else "")
+        return int(is_whole)
 
     def _do_env(self, arguments: list[str]) -> int | None:
         while arguments and (arguments[0].startswith("-") or "=" in arguments[0]):
@@ -810,6 +839,11 @@ def _first_error(node: Node) -> Node:
 def _is_elsewhere(redirect: Node) -> bool:
     """Return whether a redirection takes what a command prints."""
     return bool(re.match(rb"1?>(?!&1)|&>", redirect.text or b""))
+
+
+def _escaped(match: re.Match[str]) -> str:
+    """Return a quote of a here-document as it is written between quotes."""
+    return match[0].replace("\\", "\\\\").replace('"', '\\"')
 
 
 def _imported(words: Sequence[str]) -> str | None:

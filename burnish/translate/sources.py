@@ -18,6 +18,8 @@ from burnish.translate.shell_variables import Variables
 _NAME = re.compile(r"\+{0,2}[A-Za-z_][\w.]*")
 _ENVIRONMENT = re.compile(r"[A-Z_]\w*=.*", re.S)
 """A word that sets an environment variable. No framework has a setting that begins with a capital."""
+_MODULE = {"-m", "--module"}
+"""What stands before the name of a program that Python imports."""
 _ENDS_OF_A_COMMAND = ("&&", "||", "|", ";", "&")
 _YAML = (".yaml", ".yml")
 _TOML = ".toml"
@@ -110,7 +112,9 @@ def _of_words(words: Sequence[str], variables: Variables | None = None) -> Argum
         if word.startswith("--"):
             name = name.replace("-", "_")
         owner = name.lstrip("+")
-        if (_ENVIRONMENT.fullmatch(word) and not arguments) or "-m" in (word, *program[-1:]):
+        if (_ENVIRONMENT.fullmatch(word) and not arguments) or not _MODULE.isdisjoint(
+            (word, *program[-1:])
+        ):
             program.append(word)
             flag = ""
             continue
@@ -157,7 +161,7 @@ def _after_launcher(words: Sequence[str]) -> tuple[list[str], Sequence[str]]:
 
 def _is_value(arguments: Mapping[str, Any], flag: str, program: Sequence[str]) -> bool:
     """Return whether a word that ends in `.py` is the value of a flag, and not the program."""
-    has_program = any(word.endswith(".py") for word in program) or "-m" in program
+    has_program = any(word.endswith(".py") for word in program) or not _MODULE.isdisjoint(program)
     return bool(flag) and arguments[flag] is True and has_program
 
 
@@ -170,6 +174,11 @@ def _with_value(earlier: Any, value: Any) -> Any:
 
 def _value(text: str) -> Any:
     try:
-        return parse_value(text, "value").values
+        value = parse_value(text, "value").values
+        if text[:1] in "'\"" and str(value).startswith(
+            "["
+        ):  # a list in quotes of its own, as Hydra takes it
+            value = parse_value(value, "value").values
     except UsageError:
         return text
+    return value

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from fractions import Fraction
 from typing import Any
 
 from burnish.errors import count_text
@@ -21,6 +23,9 @@ _ADAMW = ["adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused", "a
 _TRACKERS = ("tensorboard", "wandb", "mlflow", "swanlab", "trackio")
 _LONGEST_WAIT = 86400
 """Seconds. A longer limit is meant as none, and a hang would stay unseen."""
+_PUSHED = ("end", "every_save")
+"""When a model is sent to the hub; other frameworks can also send what a run resumes from."""
+_TARGETS = ("lora_target_modules", "lora_target_parameters")
 _QUANTIZED = ("load_in_4bit", "load_in_8bit", "quantization_bit")
 
 
@@ -31,6 +36,8 @@ def combine_trainer(arguments: Arguments) -> None:
     combine_optimizer(arguments, "optim")
     _reports(arguments)
     _evaluation(arguments)
+    _hub(arguments)
+    _targets(arguments)
     _quantization(arguments)
     wait = arguments.number("ddp_timeout")
     if wait and wait > _LONGEST_WAIT:
@@ -92,9 +99,18 @@ def _betas(arguments: Arguments) -> None:
 
 
 def _steps(arguments: Arguments) -> None:
-    """Carry the number of steps, and a warm-up that is a share of them."""
+    """Carry the number of steps, and what is a share of them."""
     if arguments.number("max_steps") == -1:
         arguments.carry({}, "max_steps")
+    passes = arguments.number("num_train_epochs") or arguments.number("num_epochs")
+    for name, key in {
+        "save_steps": "checkpoint.save_every",
+        "eval_steps": "evaluation.every",
+    }.items():
+        share = arguments.number(name)
+        if share and share < 1 and passes and not arguments.number("max_steps"):
+            part = (Fraction(share) * Fraction(passes)).limit_denominator(1000)
+            arguments.carry({key: f"{part} epoch"}, name)
     for name in ("warmup_ratio", "warmup_steps"):
         warmup = arguments.number(name)
         if warmup == 0:
@@ -128,6 +144,39 @@ def _evaluation(arguments: Arguments) -> None:
     for name in ("eval_strategy", "evaluation_strategy"):
         if str(arguments.look_up(name)).lower() in ("no", "false"):
             arguments.carry({}, name, "eval_steps")
+
+
+def _targets(arguments: Arguments) -> None:
+    """Carry the layers to adapt, matrices of experts among them. A pattern is left to the person."""
+    names = [name for ending in _TARGETS if (name := arguments.name_of(ending))]
+    values = [arguments.unsettled[name] for name in names]
+    for name, value in zip(names, values, strict=True):
+        if re.search(r"[\\^$*+?()\[\]|]", str(value if isinstance(value, str) else "")):
+            arguments.leave("model.lora.targets: last parts of layers' names, not a pattern", name)
+            return
+    if len(names) > 1 and all(isinstance(value, list) for value in values):
+        arguments.carry(
+            {"model.lora.targets": [each for value in values for each in value]}, *names
+        )
+
+
+def _hub(arguments: Arguments) -> None:
+    """Carry the repository that gets the model. By default it gets each saved step."""
+    names = ("push_to_hub", "hub_model_id", "hub_strategy")
+    pushes, repository, strategy = map(arguments.look_up, names)
+    if not pushes:
+        arguments.carry({}, "push_to_hub")
+        arguments.drop("it counts only with push_to_hub", *names, "hub_private_repo")
+    elif "/" not in str(repository):
+        arguments.leave("checkpoint.push_to_hub: OWNER/NAME; the owner is not given", *names[:2])
+    elif strategy in (None, *_PUSHED):
+        settings = {
+            "checkpoint.push_to_hub": repository,
+            "checkpoint.hub_strategy": strategy or "every_save",
+        }
+        arguments.carry(settings, *names)
+    else:
+        arguments.carry({"checkpoint.push_to_hub": repository}, *names[:2])
 
 
 def _quantization(arguments: Arguments) -> None:

@@ -94,7 +94,7 @@ def combine_shared(arguments: Arguments) -> None:
     """Give a fate to arguments that others have too. Raise `UsageError` for values that do not fit together."""
     combine_rewards(arguments)
     _datasets(arguments)
-    _with_suffixes(arguments, "model.path", "model_name_or_path", "@", ["model_revision"])
+    with_suffixes(arguments, "model.path", "model_name_or_path", "@", ["model_revision"])
     combine_batch(arguments, "per_device_train_batch_size")
     combine_trainer(arguments)
     _upper_clip(arguments)
@@ -184,10 +184,10 @@ def _datasets(arguments: Arguments) -> None:
     elif name:
         arguments.carry({}, "dataset_test_split")
     parts = ["dataset_config", "dataset_train_split"]
-    _with_suffixes(arguments, "data.train", "dataset_name", ":", parts)
+    with_suffixes(arguments, "data.train", "dataset_name", ":", parts)
 
 
-def _with_suffixes(
+def with_suffixes(
     arguments: Arguments, key: str, main: str, mark: str, suffixes: list[str]
 ) -> None:
     """Carry a name and its suffixes as one setting: `OWNER/NAME@REVISION` or `OWNER/NAME:SUBSET/SPLIT`."""

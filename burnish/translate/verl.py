@@ -9,6 +9,8 @@ from typing import Any
 from burnish.errors import count_text
 from burnish.translate.foreign_arguments import Arguments
 from burnish.translate.framework import Framework
+from burnish.translate.trainer import share_text
+from burnish.translate.verl_absent import why_absent
 
 _PROGRAM = re.compile(r"verl\.trainer\.|main_ppo|main_dapo")
 _OFFLINE = re.compile("sft_trainer")
@@ -52,74 +54,15 @@ _KL_TERMS = {
 _TRACKERS = ("tensorboard", "wandb", "mlflow", "swanlab", "trackio")
 _SWITCHED_OFF = -1
 """A frequency, a limit or a number of steps that stands for none."""
-_SPEED = "only speed and memory depend on it"
-_SAME_AS_POLICY = "the reference and the critic are held as the policy is"
-_LAUNCHED = (
-    "Burnish needs no such program or configuration; see --processes, --ray, torchrun or Slurm"
-)
-_WITHOUT_COUNTERPART = (
-    (rf"{_REF}(?!model\.path)", _SAME_AS_POLICY),
-    (r"critic\.(?!model\.path|optim\.lr$|cliprange_value|path$)", _SAME_AS_POLICY),
-    (
-        r"ray_kwargs\.|ray_init\.|hydra\.|config_path$|nnodes$|node_rank$|standalone$|rdzv_|master_",
-        _LAUNCHED,
-    ),
-    (r"(nproc_per_node|engine|model|optim)$|actor@|algorithm@", _LAUNCHED),
-    (rf"{_ACTOR}\.veomni\.|data\.ignore_input_ids", _SPEED),
-    (r"trainer\.(v1|use_v1|use_legacy|ray_wait|device|esi_|del_local)", _LAUNCHED),
-    (
-        r"(.*\.)?(profiler|global_profiler)\.",
-        "tracking.torch_profiler and tracking.profile_steps record steps",
-    ),
-    (r"distillation\.", "Burnish does not distil from a teacher"),
-    (
-        r"async_training\.|transfer_queue\.|skip\.",
-        "rollout.ahead generates while the model is trained",
-    ),
-    (r".*\.(multi_turn|agent|trace|prometheus)\.", "Burnish does not support agents with tools"),
-    (r".*\.(qat|mtp|turbo_config|disaggregation)\.", "Burnish does not have it"),
-    (
-        r".*\.(override_\w+_config)\.(?!.*(aux_loss|z_loss|dropout|router_load|fp8|num_layers$|eps))",
-        _SPEED,
-    ),
-    (r".*\.(engine_kwargs|checkpoint_engine)\.", "the generator's own options have no setting"),
-    (
-        r"reward_model\.rollout\.|reward\.reward_model\.rollout\.",
-        "judges run in the training processes",
-    ),
-    (
-        r".*(log_prob|forward)_(use_dynamic_bsz|max_token_len_per_gpu|micro_batch_size(_per_gpu)?)$",
-        _SPEED,
-    ),
-    (r".*micro_batch_size(_per_gpu)?$", _SPEED),
-    (r"data\.max_token_len_per_gpu$|data\.num_workers|data\.dataloader_num_workers", _SPEED),
-    (
-        r".*(forward_prefetch|use_orig_params|offload_policy|use_torch_compile|grad_offload)$",
-        _SPEED,
-    ),
-    (
-        r".*(entropy_checkpointing|entropy_from_logits_.*|use_mbridge|vanilla_mbridge|dist_checkpointing.*)$",
-        _SPEED,
-    ),
-    (
-        r".*(use_dist_checkpointing|nccl_timeout|layered_summon|multi_stage_wake_up|sequence_parallel)$",
-        _SPEED,
-    ),
-    (
-        rf"{_ROLLOUT}\.(enable_chunked|enable_prefix|enable_sleep|disable_|calculate_|data_parallel|expert_parallel|max_num_batched|skip_)",
-        _SPEED,
-    ),
-    (
-        r".*filter_overlong_prompts_workers$|data\.(return_raw|image_|video_|tools_key|pad_mode)",
-        _SPEED,
-    ),
-    (
-        r"trainer\.(log_val_generations|resume_from_path|max_critic)",
-        "the run's directory holds all of it",
-    ),
-    (r".*overlong_buffer(_cfg)?\.log$", "the part of the reward is always logged"),
-)
-"""Beginnings of names, and why they have no counterpart."""
+_RATIOS = {
+    "token": "token",
+    "seq_sum": "sequence",
+    "sequence": "sequence",
+    "seq_mean": "geometric",
+    "geometric": "geometric",
+}
+"""What verl's rejection compares, and its name here. Its divergences (k2, k3) are not implemented."""
+_OF_JUDGE = ("reward_model.model.path", "reward_model.model_path")
 
 
 def _recognizes(arguments: Arguments) -> bool:
@@ -132,7 +75,10 @@ def _generates(arguments: Arguments) -> bool:
 
 
 def _defaults(arguments: Arguments) -> Mapping[str, Any]:
-    return _OF_PPO if _generates(arguments) else _OF_SFT
+    defaults: dict[str, Any] = dict(_OF_PPO if _generates(arguments) else _OF_SFT)
+    if arguments.number("lora_rank"):
+        defaults["lora_alpha"] = 16
+    return defaults
 
 
 def _combine(arguments: Arguments) -> None:
@@ -145,11 +91,17 @@ def _combine(arguments: Arguments) -> None:
         settings = {"algorithm.kl.coef": coefficient, "algorithm.kl.place": "reward"}
         arguments.carry(settings, "use_kl_in_reward", "kl_ctrl.kl_coef")
     _advantage(arguments)
+    _groups(arguments)
+    _lora(arguments)
     for name in ("model_engine", "config_name", "engine"):
         if "megatron" in str(arguments.look_up(name)):
             arguments.carry({"engine.kind": "megatron"}, name)
-    _without_counterpart(arguments)
     _reward(arguments)
+    _resumption(arguments)
+    _without_counterpart(arguments)
+    _correction(arguments)
+    _ahead(arguments)
+    _learning_rate(arguments)
     _minibatches(arguments)
     _lengths(arguments)
     _overlong(arguments)
@@ -176,33 +128,174 @@ def _advantage(arguments: Arguments) -> None:
         arguments.drop("only algorithm.advantage=gae has it", "algorithm.gamma", "algorithm.lam")
 
 
+def _groups(arguments: Arguments) -> None:
+    """Drop what counts only where groups are filtered."""
+    if not arguments.look_up("filter_groups.enable"):
+        arguments.drop(
+            "it counts only with filter_groups.enable",
+            "filter_groups.metric",
+            "filter_groups.max_num_gen_batches",
+        )
+
+
+def _lora(arguments: Arguments) -> None:
+    """Drop what counts only with an adapter; carry that all layers are adapted, by any of their names."""
+    ranks = [arguments.look_up(name) for name in ("model.lora_rank", "model.lora.rank")]
+    if not any(ranks) and not arguments.look_up("lora_adapter_path"):
+        alphas = ("model.lora_alpha", "model.lora.alpha")
+        arguments.drop(
+            "it counts only with a rank above 0",
+            *alphas,
+            "model.target_modules",
+            "lora.target_modules",
+        )
+    layers = arguments.look_up("target_modules")
+    is_all = layers in ("all-linear", "all")
+    if is_all or (isinstance(layers, list) and all("linear_" in str(each) for each in layers)):
+        arguments.carry({}, "target_modules")
+
+
 def _without_counterpart(arguments: Arguments) -> None:
     devices = [arguments.look_up(name) for name in ("trainer.nnodes", "trainer.n_gpus_per_node")]
     if all(isinstance(each, int) for each in devices):
-        count = count_text(devices[0] * devices[1], "device")
+        world = devices[0] * devices[1]
         arguments.remarks.append(
-            f"the script runs on {count}; batch is that of a whole step, whatever their number"
+            f"the script runs on {count_text(world, 'device')}; batch is that of a whole step, whatever their number"
+        )
+        shards = arguments.look_up("fsdp_size")
+        if isinstance(shards, int) and shards > 0 and max(world, shards) % shards == 0:
+            arguments.carry({"engine.replicas": max(1, world // shards)}, "fsdp_size")
+    if arguments.look_up("multi_turn.enable") is True:
+        arguments.remarks.append(
+            "the script trains an agent over several turns with tools; Burnish trains on one completion a prompt"
         )
     for name in arguments.unsettled:
-        reason = next(
-            (reason for start, reason in _WITHOUT_COUNTERPART if re.match(start, name)), None
-        )
+        reason = why_absent(name)
         if reason:
             arguments.drop(reason, name)
 
 
 def _reward(arguments: Arguments) -> None:
+    """Carry a function with what it gets, and a judge. The managers that only call a function need nothing."""
     path = arguments.look_up("custom_reward_function.path")
+    mark = "custom_reward_function.reward_kwargs."
+    named = {name: name.partition(mark)[2] for name in arguments.unsettled if mark in name}
     if path:
         function = arguments.look_up("custom_reward_function.name") or "compute_score"
+        whole: Any = f"{path}:{function}"
+        if named:
+            kwargs = {last: arguments.unsettled[name] for name, last in named.items()}
+            whole = [{"function": whole, "kwargs": kwargs}]
         arguments.carry(
-            {"reward.functions": f"{path}:{function}"},
+            {"reward.functions": whole},
             "custom_reward_function.path",
             "custom_reward_function.name",
+            *named,
         )
     for name in ("reward_manager", "reward_manager.name"):
         if arguments.look_up(name) in ("naive", "dapo", "batch"):
             arguments.drop("reward.functions are called as these managers call them", name)
+    if any(arguments.look_up(name) for name in _OF_JUDGE):
+        arguments.carry({}, "reward_model.enable")
+    for name in arguments.unsettled:
+        if ".reward_kwargs." in name and not re.search(r"overlong_buffer|max_resp_len", name):
+            arguments.leave("reward.functions[].kwargs: what a function needs", name)
+        elif ".sandbox_fusion." in name:
+            arguments.leave("reward.functions: a function that asks the sandbox", name)
+
+
+def _resumption(arguments: Arguments) -> None:
+    """Leave a checkpoint that the script resumes to the person. A path counts only in one mode."""
+    if arguments.look_up("resume_mode") == "resume_path":
+        arguments.leave(
+            "model.path or output_dir: burnish ckpt import reads verl's checkpoints; a run of Burnish's own is resumed by the same command",
+            "resume_mode",
+            "resume_from_path",
+        )
+    else:
+        arguments.drop("it counts only with resume_mode=resume_path", "resume_from_path")
+
+
+def _correction(arguments: Arguments) -> None:
+    """Carry importance sampling and rejection against the generator's log-probs."""
+    bypass = arguments.look_up("rollout_correction.bypass_mode")
+    level = arguments.look_up("rollout_is")
+    kind = str(arguments.look_up("rollout_rs")).removesuffix("_k1")
+    if bypass and arguments.look_up("rollout_correction.loss_type") in (None, "ppo_clip"):
+        arguments.carry(
+            {"algorithm.old_logprobs": "rollout"},
+            "rollout_correction.bypass_mode",
+            "rollout_correction.loss_type",
+        )
+        arguments.drop("the ratio of the loss has it already", "rollout_is", "rollout_is_threshold")
+    elif bypass:
+        arguments.leave(
+            "algorithm.old_logprobs: rollout, with a loss that is clipped",
+            "rollout_correction.bypass_mode",
+            "rollout_correction.loss_type",
+        )
+    else:
+        arguments.carry({}, "rollout_correction.bypass_mode")
+        arguments.drop("it counts only with bypass_mode", "rollout_correction.loss_type")
+    if level in ("token", "sequence"):
+        limit = arguments.look_up("rollout_is_threshold")
+        settings = {
+            "algorithm.mismatch_level": level,
+            "algorithm.mismatch_cap": 2.0 if limit is None else limit,
+        }
+        arguments.carry(settings, "rollout_is", "rollout_is_threshold")
+    elif level in (None, False):
+        arguments.drop("it counts only with rollout_is", "rollout_is_threshold")
+    if arguments.look_up("rollout_is_batch_normalize") is False:
+        arguments.carry({}, "rollout_is_batch_normalize")
+    limits = _limits(
+        arguments.look_up("rollout_rs_threshold"), arguments.look_up("rollout_rs_threshold_lower")
+    )
+    names = ("rollout_rs", "rollout_rs_threshold", "rollout_rs_threshold_lower")
+    if kind in ("None", "False"):
+        arguments.drop("it counts only with rollout_rs", *names)
+    elif kind in _RATIOS and limits:
+        settings = {
+            "algorithm.mismatch_reject": _RATIOS[kind],
+            "algorithm.mismatch_low": limits[0],
+            "algorithm.mismatch_high": limits[1],
+        }
+        arguments.carry(settings, *names)
+    else:
+        arguments.leave(
+            "algorithm.mismatch_reject: token, sequence or geometric, by the ratio; one of them",
+            *names,
+        )
+
+
+def _limits(upper: Any, lower: Any) -> tuple[float, float] | None:
+    """Return both limits of a ratio, from `0.6_1.6`, or from the upper one, whose inverse is the lower."""
+    texts = str(upper).split("_") if lower is None else [str(lower), str(upper)]
+    try:
+        numbers = [float(text) for text in texts]
+    except ValueError:
+        return None
+    if len(numbers) == 1 and numbers[0] > 0:
+        numbers = [1 / numbers[0], *numbers]
+    return (numbers[0], numbers[1]) if len(numbers) == 2 else None
+
+
+def _ahead(arguments: Arguments) -> None:
+    """Leave how old completions may be to the person: verl counts otherwise."""
+    for name in arguments.unsettled:
+        if name.startswith("async_training."):
+            arguments.leave(
+                "rollout.ahead and rollout.in_flight: how many steps before training completions are drawn, and whether weights change meanwhile",
+                name,
+            )
+
+
+def _learning_rate(arguments: Arguments) -> None:
+    """Carry a lowest learning rate, which is a share here, and the schedule by Megatron's name."""
+    rate = arguments.number("optim.lr")
+    lowest = arguments.number("optim.min_lr")
+    if rate and lowest is not None and lowest <= rate:
+        arguments.carry({"optim.min_lr_ratio": float(f"{lowest / rate:.9g}")}, "optim.min_lr")
 
 
 def _minibatches(arguments: Arguments) -> None:
@@ -249,6 +342,7 @@ def _switched_off(arguments: Arguments) -> None:
         "fsdp_size": {},
         "total_training_steps": {},
         "max_samples": {},
+        "train_max_samples": {},
     }
     for name, settings in keys.items():
         if arguments.look_up(name) == _SWITCHED_OFF:
@@ -261,7 +355,7 @@ def _loss(arguments: Arguments) -> None:
         arguments.drop("only the loss vanilla has it", "clip_ratio_c")
     share = arguments.number("lr_warmup_steps_ratio")
     if share is not None and arguments.look_up("lr_warmup_steps") is None:
-        settings = {"optim.warmup_steps": f"{100 * share:g}%"} if share else {}
+        settings = {"optim.warmup_steps": share_text(share)} if share else {}
         arguments.carry(settings, "lr_warmup_steps_ratio")
 
 
@@ -281,14 +375,25 @@ def _others(arguments: Arguments) -> None:
     if logger is not None and all(each in (*_TRACKERS, "console", "file") for each in named):
         trackers = [each for each in named if each in _TRACKERS]
         arguments.carry({"tracking.trackers": trackers} if trackers else {}, "trainer.logger")
-    if str(arguments.look_up("config_name")).startswith(
-        ("ppo_trainer", "sft_trainer", "dapo_trainer")
-    ):
+    if re.match(r"(ppo|sft|dapo)\w*_trainer", str(arguments.look_up("config_name"))):
         arguments.carry({}, "config_name")
+    arguments.leave("what its file sets is not here; translate it as well", "config_name")
     if arguments.look_up("data.custom_cls.path") is None:
-        arguments.drop(
-            "data are read by Burnish's own reader", "data.custom_cls.path", "data.custom_cls.name"
-        )
+        arguments.drop("it counts only with data.custom_cls.path", "data.custom_cls.name")
+    arguments.leave(
+        "data.train: rows as Burnish's own reader knows them",
+        "data.custom_cls.path",
+        "data.custom_cls.name",
+    )
+    arguments.leave(
+        "data.curriculum: a column of numbers to sort by",
+        "data.sampler.class_path",
+        "data.sampler.class_name",
+    )
+    kwargs = "apply_chat_template_kwargs."
+    for name, value in arguments.unsettled.items():
+        if kwargs in name:
+            arguments.carry({f"data.chat_template_kwargs.{name.partition(kwargs)[2]}": value}, name)
 
 
 VERL = Framework(

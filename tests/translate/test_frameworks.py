@@ -100,8 +100,13 @@ def test_a_wait_without_end_is_not_carried() -> None:
         "llamafactory-cli train --stage rm",
         "llamafactory-cli train --finetuning_type oft",
         "axolotl train rl=dpo base_model=m",
+        "axolotl train rl=kto base_model=m",
+        "axolotl train rl=orpo base_model=m",
+        "llamafactory-cli train --stage kto",
+        "trl kto --model_name_or_path m",
         "axolotl train reward_model=true",
         "openrlhf.cli.train_dpo --model.beta 0.1",
+        "deepspeed --module openrlhf.cli.train_rm --data.max_len 8",
         "foo=1 bar=2",
         "base_model=m stage=sft",
     ],
@@ -142,6 +147,83 @@ def test_axolotls_yaml(tmp_path: Path) -> None:
     assert settings["optim"] == {"lr": 0.0002, "schedule": "cosine", "warmup_steps": "10%"}
     assert settings["evaluation"] == {"every": "1/4 epoch"}
     assert settings["checkpoint"] == {"save_every": "1 epoch"}
+
+
+AXOLOTL_GRPO = """
+base_model: m
+revision_of_model: v1
+rl: grpo
+trl: {beta: 0.01, max_completion_length: 128, use_vllm: true, num_generations: 4, reward_funcs: [rewards.exact, rewards.form],
+  reward_weights: [1.0, 0.5], scale_rewards: false, loss_type: dr_grpo, num_iterations: 2, temperature: 0.9}
+vllm: {tensor_parallel_size: 2, gpu_memory_utilization: 0.85, max_model_len: 2048}
+datasets: [{path: data/train.jsonl, type: rewards.prompts}]
+adapter: lora
+lora_r: 8
+lora_target_modules: [q_proj]
+lora_target_parameters: [experts.down_proj]
+fsdp_config: {activation_checkpointing: true, offload_params: false, reshard_after_forward: false}
+micro_batch_size: 8
+gradient_accumulation_steps: 2
+learning_rate: 0.00001
+max_steps: 100
+save_steps: 20
+hub_model_id: me/model
+"""
+
+
+def test_axolotls_grpo(tmp_path: Path) -> None:
+    path = tmp_path / "grpo.yaml"
+    path.write_text(AXOLOTL_GRPO)
+    text = translate_arguments([str(path)])
+    settings = yaml.safe_load(text)
+    assert settings["model"] == {
+        "path": "m@v1",
+        "lora": {"rank": 8, "alpha": 1.0, "targets": ["q_proj", "experts.down_proj"]},
+    }
+    assert settings["engine"] == {
+        "activation_checkpointing": "full",
+        "reshard_after_forward": False,
+    }
+    assert settings["batch"] == {"prompts": 4, "epochs": 2}
+    rollout = settings["rollout"]
+    assert (rollout["n"], rollout["max_response_length"], rollout["temperature"]) == (4, 128, 0.9)
+    assert (rollout["engine"], rollout["tensor_parallel"]) == ("vllm", 2)
+    functions = [(each["function"], each["weight"]) for each in settings["reward"]["functions"]]
+    assert functions == [("rewards:exact", 1.0), ("rewards:form", 0.5)]
+    algorithm = settings["algorithm"]
+    assert (algorithm["advantage"], algorithm["kl"]) == ("dr_grpo", {"coef": 0.01})
+    assert algorithm["aggregation"] == "sequence_sum_fixed"
+    assert settings["checkpoint"] == {
+        "save_every": 20,
+        "push_to_hub": "me/model",
+        "hub_strategy": "every_save",
+    }
+    assert "data/train.jsonl has rows of axolotl's type rewards.prompts" in text
+    assert text.rstrip().endswith(" 0 left for you to decide, 0 lost")
+    path.write_text(
+        AXOLOTL_GRPO.replace("rl: grpo", "rl: gdpo").replace("scale_rewards: false, ", "")
+    )
+    assert yaml.safe_load(translate_arguments([str(path)]))["algorithm"]["advantage"] == "gdpo"
+
+
+@pytest.mark.parametrize(
+    ("given", "carried"),
+    [
+        ("push_to_hub hub_model_id=me/m hub_strategy=end", {"push_to_hub": "me/m"}),
+        ("push_to_hub hub_model_id=me/m", {"push_to_hub": "me/m", "hub_strategy": "every_save"}),
+        ("push_to_hub hub_model_id=m", {}),
+        ("hub_model_id=me/m", {}),
+        ("push_to_hub hub_model_id=me/m hub_strategy=checkpoint", {"push_to_hub": "me/m"}),
+        ("num_train_epochs=2 save_steps=0.05", {"save_every": "1/10 epoch"}),
+        ("save_steps=-5 save_strategy=no", {"save_every": 0}),
+    ],
+)
+def test_what_is_saved_and_sent(given: str, carried: dict[str, Any]) -> None:
+    words = [f"--{word}" if "=" in word else f"--{word}=true" for word in given.split()]
+    for program in (["trl", "sft"], ["llamafactory-cli", "train"]):
+        text = translate_arguments([*program, "--model_name_or_path=m", *words])
+        assert yaml.safe_load(text).get("checkpoint", {}) == carried
+        assert text.rstrip().endswith(" 0 lost")
 
 
 def test_prime_rls_toml(tmp_path: Path) -> None:
