@@ -33,7 +33,7 @@ Numbers = Mapping[str, float]
 
 def numbers(step: int) -> dict[str, float]:
     """A step of a run whose completions are cut off, with one reward function and without a divergence."""
-    reward = 0.1 + 0.0001 * step
+    reward = 0.1 + 0.00001 * step
     loss = 0.5 / step
     found = {
         "reward/mean": reward,
@@ -252,6 +252,7 @@ def test_ticks_are_whole_and_do_not_meet(tab: Tab, address: str) -> None:
     width = "(() => { const c = document.createElement('canvas').getContext('2d'); c.font = '11px system-ui, sans-serif'; return c.measureText('{}').width; })()"
     for title, chart in found.items():
         assert chart["x"] in (["10", "20", "30", "40"], ["20", "40"]), title
+        assert len({*chart["y"]}) == len(chart["y"]), title
         longest = max(map(str, chart["y"]), key=len)
         assert tab.run(width.replace("{}", longest)) <= chart["room"], title
 
@@ -288,6 +289,18 @@ def test_compared_runs_are_named_everywhere(tab: Tab, address: str) -> None:
     show(tab, f"{address}#/run/own/timeline?with=other")
     tab.press("ArrowLeft")
     tab.wait(f"location.hash.includes('/{STEPS - 1}') && location.hash.includes('with=other')")
+
+
+def test_names_of_runs_are_shown_without_their_common_words(tab: Tab, address: str) -> None:
+    show(tab, address)
+    for names, brief in (
+        (["sweep/small-lr1e-6", "sweep/small-lr2e-6"], ["lr1e-6", "lr2e-6"]),
+        (["own", "other"], ["own", "other"]),
+        (["a-b", "a-b-c"], ["b", "b-c"]),
+        (["only/one"], ["only/one"]),
+    ):
+        given = json.dumps(names)
+        assert tab.run(f"import('/static/compare.js').then((m) => m.distinct({given}))") == brief
 
 
 def test_every_metric_has_a_title_in_words(tab: Tab, address: str) -> None:

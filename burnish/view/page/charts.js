@@ -1,7 +1,7 @@
 // Charts of one run, or of several runs drawn over each other.
 
 import {AXES, AXIS_WORDS, places} from "./axis.js";
-import {differences, otherRuns, seedGroups} from "./compare.js";
+import {differences, distinct, otherRuns, seedGroups} from "./compare.js";
 import {get} from "./data.js";
 import {button, count, h, options, plural, searchBox, short} from "./dom.js";
 import {changed, go, here, link, replace} from "./place.js";
@@ -10,7 +10,7 @@ import {runHead} from "./summary.js";
 import {arranged, lineName, metricTitle, validationNames, withoutRepeats} from "./titles.js";
 
 const TOGGLES = [["smooth", "Smooth", "1"], ["log", "Log scale", "0"], ["group", "Group seeds", "1"]];
-const POINTS = 400, ALWAYS_SHOWN = ["reward/mean", "train/loss"];
+const POINTS = 400, MOST_BANDS = 2, ALWAYS_SHOWN = ["reward/mean", "train/loss"];
 
 const near = new IntersectionObserver((entries) => {
   for (const {target, isIntersecting} of entries) {
@@ -38,7 +38,8 @@ export function chartsView(body) {
     const [found, groups, {runs: all}, along] = await Promise.all([metrics({from, to}), seedGroups(runs), get("runs"), places(runs, wanted)]);
     const nowhere = runs.filter((each) => !along[each]), axis = nowhere.length === runs.length ? "" : wanted, place = axis ? along : await places(runs, "");
     const canGroup = groups.length < runs.length;
-    const shown = canGroup && setting("group") ? groups : runs.map((each) => ({label: each, runs: [each]}));
+    const grouped = canGroup && setting("group") ? groups : runs.map((each) => ({label: each, runs: [each]})), brief = distinct(grouped.map(({label}) => label));
+    const shown = grouped.map((group, i) => ({...group, brief: brief[i]}));
     toggles.forEach((each, i) => each.setAttribute("aria-pressed", String(setting(TOGGLES[i][0]))));
     toggles[2].hidden = !canGroup;
     zoom.hidden = from === null;
@@ -46,8 +47,8 @@ export function chartsView(body) {
     search.follow(query);
     other.offer(all, runs);
     legend.hidden = runs.length < 2;
-    legend.replaceChildren(...shown.map(({label, runs: members}, i) => h("span.key", {style: {"--c": `var(--c${i % 8})`}},
-      members.length > 1 ? [label, h("span.unit", plural(members.length, "seed"))] : h("a", {href: link("charts", label)}, label),
+    legend.replaceChildren(...shown.map(({label, runs: members, ...group}, i) => h("span.key", {title: label, style: {"--c": `var(--c${i % 8})`}},
+      members.length > 1 ? [group.brief, h("span.unit", plural(members.length, "seed"))] : h("a", {href: link("charts", label)}, group.brief),
       button("plain", "×", () => without(runs, members), {"aria-label": `Remove ${label}`}))));
     const about = all.find((each) => each.run === run) ?? {};
     axes.value = axis;
@@ -78,7 +79,8 @@ export function chartsView(body) {
     const matching = names.filter((name) => placed.some((series) => series[name])).filter((name) => !wanted.length || wanted.some((each) => called(name).includes(each)));
     const main = [...ALWAYS_SHOWN, validationNames(names)[0]], flat = matching.filter((name) => !main.includes(name) && isFlat(name, found)), several = shown.length > 1 || shown[0].runs.length > 1;
     const smoothed = setting("smooth"), options_ = {smoothed, log: setting("log"), axis, zoomed: axis ? null : zoomed}, used = new Set(), top = scrollY;
-    const ofOne = (names_) => names_.map((name, i) => line(lineName(name), found[shown[0].runs[0]][name], i, place[shown[0].runs[0]]));
+    const [one] = shown[0].runs, bands = (names_, drawn) => (names_.length <= MOST_BANDS ? drawn : {...drawn, low: false, high: false});
+    const ofOne = (names_) => names_.map((name, i) => bands(names_, line(lineName(name), found[one][name], i, place[one])));
     const figure = ([title, ...drawn]) => {
       const key = drawn[0], card = cards.get(key) ?? makeCard(key);
       const lines = () => (drawn.length > 1 ? ofOne(drawn) : shown.flatMap((group, i) => linesOf(group, key, found, i, smoothed, place)));
@@ -141,7 +143,7 @@ function isFlat(name, found) {
 }
 
 // The line of a run, or the mean of several seeds with a band.
-function linesOf({label, runs}, name, found, i, smoothed, place) {
-  const lines = runs.filter((run) => found[run]?.[name] && place[run]).map((run) => line(label, found[run][name], i, place[run]));
+function linesOf({brief, runs}, name, found, i, smoothed, place) {
+  const lines = runs.filter((run) => found[run]?.[name] && place[run]).map((run) => line(brief, found[run][name], i, place[run]));
   return lines.length > 1 ? [{...lines[0], ...together(lines, smoothed)}] : lines;
 }

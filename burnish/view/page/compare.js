@@ -18,6 +18,14 @@ export function otherRuns() {
   return choice;
 }
 
+// Names without the words that all of them begin with.
+export function distinct(names) {
+  const most = names.length > 1 ? Math.min(...names.map((name) => name.length)) - 1 : 0, [first] = names;
+  let cut = 0;
+  for (let i = 0; i < most && names.every((name) => name[i] === first[i]); i += 1) if (/[/_.,\s-]/.test(first[i])) cut = i + 1;
+  return names.map((name) => name.slice(cut));
+}
+
 // Groups of runs whose configurations differ only in settings that every run has of its own, such as the seed.
 export async function seedGroups(runs) {
   const {settings} = runs.length > 1 ? await get("config", {run: runs}) : {settings: []}, groups = new Map();
@@ -34,7 +42,7 @@ export async function differences(runs) {
   const {settings, different, differences: ordered} = await get("config", {run: runs});
   const rows = ordered ?? settings.filter(({setting}) => different.includes(setting) && !OWN.slice(1).includes(setting));
   if (!rows.length) return [h("p.soft.differences", "All settings are equal, but names.")];
-  const heads = [["setting"], ...runs.map((run, i) => [h("span.key", {style: {"--c": `var(--c${i % 8})`}}, run)])];
+  const names = distinct(runs), heads = [["setting"], ...runs.map((run, i) => [h("span.key", {title: run, style: {"--c": `var(--c${i % 8})`}}, names[i])])];
   const row = ({setting, values}) => h("tr", cells([], [words(setting), ...values.map(settingValue)]));
   const others = rows.length > MOST_SETTINGS ? h("a.link", {href: link("config", here().run, null, besideOf(here().query))}, `All ${count(rows.length)} settings that differ`) : null;
   return [h("details.differences", {open: true}, h("summary", `${plural(rows.length, "setting")} differ${rows.length === 1 ? "s" : ""}`), table("settings", heads, rows.slice(0, MOST_SETTINGS).map(row)), others)];

@@ -70,14 +70,14 @@ export function num(value) {
 
 const clean = (text) => text.replace(/-/g, "−").replace("e+", "e");
 
-// Three digits or whole thousands: 0.123, 12,346, 1.2M, 1e−6.
-export function short(value) {
+// Three digits, or as many as are asked for, or whole thousands: 0.123, 12,346, 1.2M, 1e−6.
+export function short(value, digits = 3) {
   const x = num(value), size = Math.abs(x);
   if (x === null) return "–";
   if (!Number.isFinite(x)) return Number.isNaN(x) ? "nan" : x < 0 ? "−inf" : "inf";
-  for (const [unit, letter] of [[1e9, "G"], [1e6, "M"]]) if (size >= unit) return clean((x / unit).toPrecision(3)) + letter;
+  for (const [unit, letter] of [[1e9, "G"], [1e6, "M"]]) if (size >= unit) return clean((x / unit).toPrecision(digits)) + letter;
   if (size >= 1000) return clean(Math.round(x).toLocaleString("en"));
-  const rounded = Number(x.toPrecision(3));
+  const rounded = Number(x.toPrecision(digits));
   return clean(size && size < 1e-3 ? rounded.toExponential() : String(rounded));
 }
 

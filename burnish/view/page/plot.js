@@ -100,6 +100,13 @@ function constant(data) {
   return there.length && there.every((value) => value === first) ? first : null;
 }
 
+// The labels of ticks, with as many digits as tell them apart.
+function labels(plot, ticks) {
+  const said = (digits) => ticks.map((tick) => (tick === null ? "" : short(tick, digits))), there = ticks.filter((tick) => tick !== null).length;
+  const digits = [3, 4, 5, 6, 7, 8].find((each) => new Set(said(each).filter(Boolean)).size === there);
+  return said(digits ?? 8);
+}
+
 // Room for the longest label of a vertical axis.
 const roomFor = (plot, labels) => Math.max(34, 14 + 6.6 * Math.max(0, ...(labels ?? []).map((label) => (label ?? "").length)));
 
@@ -123,7 +130,7 @@ export function draw(host, lines, options, told) {
     scales: {x: {time: false, range: (plot, low, high) => (low === high ? [low - 1, high + 1] : [low, high])}, y: options.log ? {distr: 3} : {range}},
     axes: [
       {...axis, grid: {show: false}, size: 28, gap: 9, space: kind ? 46 : 56, ...(kind === "time" ? {incrs: SECONDS_APART} : {incrs: INCREMENTS}), ...(AXIS_TICKS[kind] && {values: (plot, ticks) => ticks.map(AXIS_TICKS[kind])})},
-      {...axis, size: roomFor, gap: 6, space: 26, values: (plot, ticks) => ticks.map((tick) => (tick === null ? "" : short(tick))), ...(only !== null && !options.log && {splits: () => [only]})},
+      {...axis, size: roomFor, gap: 6, space: 26, values: labels, ...(only !== null && !options.log && {splits: () => [only]})},
     ],
     hooks: {
       setCursor: [(plot) => {

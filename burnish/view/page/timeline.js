@@ -55,7 +55,7 @@ function stacked(steps, phases, kinds, current, at) {
   const bar = (step, i) => {
     const parts = phases.filter(({seconds}) => seconds[i] > 0).sort((a, b) => b.seconds[i] - a.seconds[i]).map(({name, seconds}) => `${name} ${duration(seconds[i])}`);
     const said = `Step ${count(step)}: ${duration(totals[i])}`, part = (phase) => h("i", {style: {...colour(phase), height: `${(100 * phase.seconds[i]) / most}%`}});
-    return h("a.bar", {href: at(step), title: [said, ...parts].join("\n"), "aria-label": said, "aria-current": step === current && "step"}, h("span.phases", timed.map(part)), h("span.step", count(step)));
+    return h("a.bar", {href: at(step), title: [said, ...parts].join("\n"), "aria-label": said, "aria-current": step === current && "step"}, h("span.phases", timed.map(part)), h("span.step", String(step)));
   };
   return [
     h("h2", `Last ${count(steps.length)} steps`), h("div.legend", timed.map((phase) => h("span.key", {style: colour(phase)}, phase.name))),
