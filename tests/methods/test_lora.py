@@ -149,11 +149,20 @@ def test_interrupted_equals_uninterrupted(lora, alone):
     require_same_when_interrupted(lora, ["sft", "sft-lora.yaml", DROPOUT], "sft", alone)
 
 
-@pytest.mark.parametrize("publish", ["merged", pytest.param("adapter", marks=pytest.mark.nightly)])
-def test_interrupted_reinforcement_learning_equals_uninterrupted(lora, publish):
-    argv = ["rl", "rl-lora.yaml", f"model.lora.publish={publish}", DROPOUT, "batch.minibatches=2"]
-    peace = done(lora, *argv, f"name={publish}_peace")
-    require_same_when_interrupted(lora, argv, publish, peace)
+@pytest.mark.parametrize(
+    "setting",
+    [
+        "publish=merged",
+        pytest.param("publish=adapter", marks=pytest.mark.nightly),
+        pytest.param("modules_to_save=[embed_tokens, norm]", marks=pytest.mark.nightly),
+    ],
+)
+def test_interrupted_reinforcement_learning_equals_uninterrupted(lora, setting):
+    """The guard compares the generator's log-probs with the trainer's."""
+    argv = ["rl", "rl-lora.yaml", f"model.lora.{setting}", DROPOUT, "batch.minibatches=2"]
+    name = setting.partition("=")[0] + setting[-7:].strip("], ")
+    peace = done(lora, *argv, f"name={name}_peace")
+    require_same_when_interrupted(lora, argv, name, peace)
 
 
 @pytest.mark.nightly

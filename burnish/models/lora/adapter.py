@@ -229,7 +229,8 @@ class Adapter:
         """Yield this rank's pieces of the checkpoint with W + s B A for W, computed when read. Collective."""
         base = list(model_shards(self._model, parts=self.base))
         factors = [self._factors_of(piece) for piece in base]
-        have = [_by_expert(s, self._rank) for s in model_shards(self._model, parts=self.weights)]
+        held = [region for region in self.weights if region.name not in self.originals]
+        have = [_by_expert(s, self._rank) for s in model_shards(self._model, parts=held)]
         want = [shard for pair in factors for shard in pair]
         if self._gathering is None:
             self._gathering = Transfer(have, want, layout)
