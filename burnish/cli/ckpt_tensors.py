@@ -21,8 +21,8 @@ from burnish.checkpoint.tools.import_pickled import pickled, pickled_kind
 from burnish.checkpoint.tools.importing import ForeignCheckpoint, hugging_face, save_foreign
 from burnish.checkpoint.write_plan import MODEL
 from burnish.cli.ckpt import Report, Say, is_step, one_step
-from burnish.errors import UsageError, bytes_text, count_text
-from burnish.files.hub import is_elsewhere
+from burnish.errors import MissingError, UsageError, bytes_text, count_text, neighbours
+from burnish.files.hub import HubPlace, is_elsewhere
 from burnish.files.quantized import GGUF
 from burnish.files.remote import Remote
 from burnish.files.remote_copy import copied, select
@@ -43,6 +43,8 @@ _VERDICTS = {
     "another shape": "of another shape",
     "another kind": "of another kind",
 }
+# OWNER/NAME of a repository.
+_HUB_PARTS = 2
 _LLAMA_CPP = "https://github.com/ggml-org/llama.cpp"
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -227,13 +229,18 @@ def import_weights(
 
 
 def _import_gguf(say: Say, path: PurePath, target: Path) -> Report:
-    from burnish.checkpoint.tools.import_gguf import import_gguf
+    from burnish.checkpoint.tools.import_gguf import import_gguf, require_importable
 
-    file = path
-    if not isinstance(file, Path):
-        place = copied(select(Remote(str(path)), lambda _: True), Progress(True).phase)
-        file = place / path.name if place.is_dir() else place
-    sizes = import_gguf(file, target)
+    require_importable(target)
+    if not isinstance(path, Path):
+        sizes = import_gguf(_copied_file(path), target)
+    elif path.is_file():
+        sizes = import_gguf(path, target)
+    elif len(path.parts) > _HUB_PARTS and not path.is_absolute() and not path.parent.exists():
+        hub = HubPlace.of(f"hf://{path}", "model")
+        sizes = import_gguf(hub or path, target)
+    else:
+        raise MissingError(f"there is no file {path}", have=neighbours(path), do="correct the path")
     say(
         f"{target}: the model of {path}, {bytes_text(sum(sizes.values()))}; a run begins from it with"
     )
@@ -244,6 +251,11 @@ def _import_gguf(say: Say, path: PurePath, target: Path) -> Report:
         "files": list(sizes),
         "bytes": sum(sizes.values()),
     }
+
+
+def _copied_file(path: PurePath) -> Path:
+    place = copied(select(Remote(str(path)), lambda _: True), Progress(True).phase)
+    return place / path.name if place.is_dir() else place
 
 
 def _foreign(

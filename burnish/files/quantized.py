@@ -11,7 +11,6 @@ from typing import Any
 from burnish.errors import BurnishError, IncompatibleError, few
 from burnish.files.hub import HubPlace
 from burnish.files.safetensors import SUFFIX, read_header
-from burnish.files.urls import is_url
 
 KEY = "quantization_config"
 """The key of config.json that describes how weights are quantized."""
@@ -72,14 +71,12 @@ def gguf_problem(place: str, setting: str, names: Collection[str]) -> Incompatib
         if not weights or any(name.endswith(SUFFIX) for name in weights):
             return None
         file = f"{place.rstrip('/')}/{min(weights)}"
-    if not is_url(place) and HubPlace.of(place, "model"):
-        file = f"hf://{file}"
     return IncompatibleError(
         f"{setting}: {place} holds weights for llama.cpp (GGUF)",
         have=Path(file).name,
         want="a Hugging Face directory",
         do=f"set {setting} to the model that it was made from; or write one with\n"
-        f"        burnish ckpt import {file} DIRECTORY",
+        f"        burnish ckpt import {file.removeprefix('hf://')} DIRECTORY",
     )
 
 
