@@ -1,6 +1,6 @@
 // Checkpoints, and the configuration with the environment.
 
-import {otherRuns} from "./compare.js";
+import {distinct, otherRuns} from "./compare.js";
 import {frozen, get} from "./data.js";
 import {button, bytes, cells, count, date, h, options, plural, searchBox, settingValue, table, words} from "./dom.js";
 import {changed, go, here, link, replace} from "./place.js";
@@ -34,7 +34,7 @@ export function configView(body) {
     const runs = [run, ...query.getAll("with")], several = runs.length > 1, q = (query.get("q") ?? "").toLowerCase(), everything = query.get("all") || !several;
     const [{settings: all, different, text}, around, {runs: known}] = await Promise.all([get("config", {run: runs}), get("environment", {run}), get("runs")]);
     const without = (gone) => go(changed({with: runs.slice(1).filter((each) => each !== gone)}));
-    const head = (each, i) => [h("a", {href: link("config", each)}, each || "this run"), i ? button("plain", "×", () => without(each), {"aria-label": `Remove ${each}`}) : null];
+    const names = distinct(runs), head = (each, i) => [h("a", {href: link("config", each), title: each}, names[i] || "this run"), i ? button("plain", "×", () => without(each), {"aria-label": `Remove ${each}`}) : null];
     const heads = several ? [[plural(different.length, "difference")], ...runs.map((each, i) => [head(each, i)])] : [];
     const shown = all.filter(({setting}) => setting.toLowerCase().includes(q) && (everything || different.includes(setting)));
     const row = ({setting, values}) => h("tr", {class: several && different.includes(setting) && "different"}, cells([], [words(setting), ...values.map(settingValue)]));
