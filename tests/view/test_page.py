@@ -449,10 +449,30 @@ def test_a_link_to_a_rollout_can_be_copied(tab: Tab, address: str) -> None:
 
 
 @pytest.mark.nightly
-def test_steps_without_rollouts_are_named_and_no_share_stays(tab: Tab, address: str) -> None:
+def test_steps_without_rollouts_are_named(tab: Tab, address: str) -> None:
     show(tab, f"{address}{SMALL}/rollouts")  # each 20th step of 60
     tab.wait("document.querySelector('.notes .faint')?.textContent.includes('3 of 60')")
+
+
+@pytest.mark.nightly
+def test_filters_follow_what_the_server_has_read(tab: Tab, address: str) -> None:
+    slow = """window.seen = []; const ask = window.fetch; window.shares = [0, 0.4, 1];
+    window.fetch = async (url, options) => {
+      const response = await ask(url, options);
+      if (!String(url).includes('api/facets')) return response;
+      const facets = {...await response.json(), indexed: shares.shift() ?? 1};
+      seen.push(document.querySelector('.notes').textContent);
+      return new Response(JSON.stringify(shares.length ? {...facets, sources: []} : facets));
+    };"""
+    tab.call("Page.addScriptToEvaluateOnNewDocument", source=slow)
+    show(tab, f"{address}{SMALL}/rollouts")
+    sources = "document.querySelectorAll('[name=source] option').length"
+    assert tab.run(sources) == 1
+    tab.wait("document.querySelector('.notes').textContent.includes('40 %')")
     tab.wait("!document.querySelector('.notes').textContent.includes('%')")
+    assert tab.run(sources) > 2
+    assert not any("%" in each for each in tab.run("seen")[:2])  # none in the first second
+    assert tab.run("document.querySelector('[name=source]').offsetParent !== null")
 
 
 @pytest.mark.nightly
