@@ -17,7 +17,7 @@ from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 from burnish.api import config_at
-from burnish.checkpoint.steps import CommittedStep
+from burnish.checkpoint.steps import CommittedStep, step_number
 from burnish.cli.output import print_text
 from burnish.config.load import COMMAND_LINE, load_with_origins
 from burnish.config.schema import DataConfig, RewardConfig, RolloutConfig, RunConfig, SamplingConfig
@@ -64,6 +64,11 @@ _NEUTRAL: Mapping[str, float] = {
 """What a model may recommend and the generator does not do, with the values that do nothing."""
 _COLUMNS_FROM = 80
 """Least width of a terminal for two columns."""
+_VALUES = {
+    "temperature": ("temperature", "a number, 0 or more"),
+    "max_response_length": ("most tokens of an answer", "a whole number, 1 or more"),
+}
+"""Settings that a command changes: their names in a sentence, and what they may be."""
 _QUOTES = '"""'
 _HELP = f"""\
   /help              list these commands
@@ -147,6 +152,8 @@ def _choice(place: str | None, overrides: Sequence[str]) -> ChosenModel:
         model = at_newest_steps(config.model_dump()).model
         if model.path:
             require_model(model.path, "model.path")
+            number = step_number(Path(model.path).parent.name)
+            name = name if number is None else f"{name} step {number}"
     else:
         model, step = newest_model(run, config.model)
         name = f"{name} step {step.step}"
@@ -279,11 +286,14 @@ class _Dialogue:
 
     def _set(self, name: str, value: str) -> None:
         if value:
-            want = "a number, 0 or more" if name == "temperature" else "a whole number, 1 or more"
-            with refusing(f"{value} is no value here", want=want, do="correct it"):
-                self.rollout = RolloutConfig(
-                    **{**self.rollout.model_dump(), name: json.loads(value)}
-                )
+            shown, want = _VALUES[name]
+            try:
+                changed = {**self.rollout.model_dump(), name: json.loads(value)}
+                self.rollout = RolloutConfig(**changed)
+            except ValueError as error:
+                raise UsageError(
+                    f"the {shown} cannot be {value}", want=want, do="correct it"
+                ) from error
 
     def _answer(self, text: str) -> None:
         asked = {
