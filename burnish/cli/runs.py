@@ -128,6 +128,8 @@ def _summary(row: Mapping[str, Any]) -> dict[str, Any]:
     name = row["run"]
     if row["state"] == "unreadable":
         return {"run": name, "state": row["state"], "reason": reason}
+    if row["state"] == "silent":
+        reason = f"last written {_ago(row['ended'])}"
     score = row["score"] if row["parent"] or not row["best"] else None
     best = row["best"]
     last = next(iter(row["last"].items()), None)

@@ -9,7 +9,7 @@ import uuid
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -34,6 +34,7 @@ _READ_SECONDS = 30
 _MAX_ATTEMPTS = 2
 _UNFINISHED = ".part"
 _VERSIONS = ("ETag", "etag", "generation", "created")
+_CHANGES = ("LastModified", "mtime", "created")
 # Give up soon on a name node that does not answer, because `Remote` retries. Several attempts let a standby answer.
 _HDFS_CONFIG = {
     "dfs.client.failover.max.attempts": "4",
@@ -62,6 +63,8 @@ class RemoteFile:
     version: str = ""
     """Differs whenever the content differs: an ETag, or the time of the last change."""
     is_file: bool = True
+    modified: float | None = field(default=None, compare=False)
+    """The time of the last change in seconds, if the service tells it."""
 
 
 def _is_unfinished(name: str) -> bool:
@@ -225,9 +228,13 @@ def _file_of_info(info: dict[str, Any]) -> RemoteFile:
     version = next((info[key] for key in _VERSIONS if info.get(key)), "")
     if isinstance(version, datetime):  # from fsspec's memory file system
         version = version.timestamp()
-    is_file = info["type"] == "file"
+    changed = next((info[key] for key in _CHANGES if isinstance(info.get(key), datetime)), None)
     return RemoteFile(
-        info["name"].rstrip("/"), int(info["size"] or 0), str(version).strip('"'), is_file
+        info["name"].rstrip("/"),
+        int(info["size"] or 0),
+        str(version).strip('"'),
+        info["type"] == "file",
+        changed and changed.timestamp(),
     )
 
 
@@ -380,7 +387,8 @@ class FileBackend(Backend):
 
 def _file_of_path(file: Path) -> RemoteFile:
     status = file.stat()
-    return RemoteFile(str(file), status.st_size, f"{status.st_ino}-{status.st_mtime_ns}")
+    version = f"{status.st_ino}-{status.st_mtime_ns}"
+    return RemoteFile(str(file), status.st_size, version, modified=status.st_mtime)
 
 
 class HdfsBackend(Backend):
@@ -459,4 +467,7 @@ def _hdfs_verdict(error: Exception) -> Verdict | None:
 
 
 def _file_of_status(status: Any) -> RemoteFile:
-    return RemoteFile(status.path, status.length, str(status.modification_time), not status.isdir)
+    changed = status.modification_time
+    return RemoteFile(
+        status.path, status.length, str(changed), not status.isdir, modified=changed / 1000
+    )

@@ -34,23 +34,28 @@ class Ending(NamedTuple):
     """How a run stands."""
 
     state: str
-    """running, finished, stopped (by a signal), failed, or ended if an old version's run does not say how."""
+    """running, finished, stopped (by a signal), failed, silent (a copy that nobody writes), or ended if an old version's run does not say how."""
     reason: dict[str, Any] | None = None
     """Why it failed: the parts of the error, and its step (None: before the first)."""
     ended: str | None = None
-    """The time, in ISO 8601."""
+    """The time, in ISO 8601; of a silent copy the last change."""
 
 
-def ending(run: RunDirectory, *, is_copy: bool = False) -> Ending:
-    """Return how a run stands. A copy cannot show whether its process lives. Raises `CorruptError` and `OSError`."""
-    if not is_copy and is_held(run.checkpoints / LEASE):
+def ending(run: RunDirectory) -> Ending:
+    """Return how a run stands. A copy, such as a mirror's, cannot show whether its process lives. Raises `CorruptError` and `OSError`."""
+    lease = run.checkpoints / LEASE
+    if is_held(lease):
         return Ending("running")
     status = run.read_status()
     state = str(status.get(STATE, "ended"))
     ended = status.get(ENDED)
-    if state == "running" and not is_copy and not _lives_elsewhere(run):
+    # Every run's own directory has a lease.
+    is_copy = not lease.exists()
+    if state == "running" and not _may_live(run, is_copy):
         when = datetime.fromtimestamp(_last_change(run), UTC).isoformat(timespec="seconds")
-        return Ending("failed", _reason_in_log(run), when)
+        return (
+            Ending("silent", None, when) if is_copy else Ending("failed", _reason_in_log(run), when)
+        )
     reason = status.get(REASON)
     if state == "failed" and not isinstance(reason, Mapping):  # an old version's run
         reason = _reason_in_log(run)
@@ -70,9 +75,10 @@ def _checked(reason: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _lives_elsewhere(run: RunDirectory) -> bool:
-    host = run.read_environment().get("host")
-    return host not in (None, platform.node()) and time.time() - _last_change(run) < _QUIET_SECONDS
+def _may_live(run: RunDirectory, is_copy: bool) -> bool:
+    """Return whether a run that ended without a word, or runs where its lock cannot be seen, may be running."""
+    is_here = run.read_environment().get("host") in (None, platform.node())
+    return (is_copy or not is_here) and time.time() - _last_change(run) < _QUIET_SECONDS
 
 
 def _last_change(run: RunDirectory) -> float:

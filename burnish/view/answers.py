@@ -150,7 +150,7 @@ class Answers:
             for file in (run.config, run.environment, run.status, run.metrics):
                 self._within(file)
             curves = self._tails(run.metrics).refresh()
-            facts = describe(run, curves, is_copy=self._url is not None)
+            facts = describe(run, curves)
         except BurnishError as error:
             return row | {"error": error.problem}
         except OSError as error:
@@ -361,7 +361,7 @@ class Answers:
         paths = [logs / match[0] for match in oldest_first]
         reason = None
         with suppress(BurnishError, OSError):
-            reason = ending(run, is_copy=self._url is not None).reason
+            reason = ending(run).reason
         text = b"".join(map(self._bytes, paths))  # five files of 10 MB at most
         end = len(text) if query.before is None else max(0, min(query.before, len(text)))
         wanted = partial(is_wanted, level=query.level, needle=query.text.casefold())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import re
 import threading
 from collections.abc import Callable
@@ -37,14 +38,14 @@ class RunCopies:
         self._known = self.root / ".versions.json"
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._work, daemon=True)
-        self._versions: Callable[[], dict[str, str]]
+        self._versions: Callable[[], dict[str, tuple[str, float | None]]]
         self._content: Callable[[str], bytes]
         hub = HubPlace.of(url, "dataset") if url.startswith("hf://") else None
         if hub is not None:
             files = HubFiles.of(hub)
             below = f"{hub.path}/" if hub.path else ""
             self._versions = lambda: {
-                name.removeprefix(below): str(size)
+                name.removeprefix(below): (str(size), None)
                 for name, size in files.files().items()
                 if name.startswith(below)
             }
@@ -52,7 +53,7 @@ class RunCopies:
         else:
             remote = Remote(url, _POLICY)
             self._versions = lambda: {
-                each.name: f"{each.size} {each.version}" for each in remote.files()
+                each.name: (f"{each.size} {each.version}", each.modified) for each in remote.files()
             }
             self._content = lambda name: remote.read(name, _LIMIT)
 
@@ -76,11 +77,12 @@ class RunCopies:
                 _log.warning("%s", error)
 
     def _copy(self, *, rollouts: bool) -> None:
-        versions = {
+        found = {
             name: version
             for name, version in self._versions().items()
             if _WANTED.fullmatch(name) and ".." not in name.split("/")
         }
+        versions = {name: version for name, (version, _) in found.items()}
         have = json.loads(self._known.read_text()) if self._known.exists() else {}
         for name in have.keys() - versions.keys():
             (self.root / name).unlink(missing_ok=True)
@@ -92,6 +94,9 @@ class RunCopies:
                 if have.get(name) != versions[name] and not self._stop.is_set():
                     with suppress(MissingError):  # the file was removed meanwhile
                         write_atomically(self.root / name, self._content(name))
+                        if (changed := found[name][1]) is not None:
+                            # A copy that nobody writes is told by its age.
+                            os.utime(self.root / name, (changed, changed))
                         have[name] = versions[name]
         finally:
             write_atomically(self._known, json.dumps(have))

@@ -65,13 +65,13 @@ def parent_of(path: Path, runs: Container[Path]) -> Path | None:
     return above if path.parent.name == "evaluations" and above in runs else None
 
 
-def describe(run: RunDirectory, curves: Curves, *, is_copy: bool = False) -> dict[str, Any]:
-    """Describe a run, whose metrics are `curves`. A copy cannot show whether the run is running. Raises `CorruptError`."""
+def describe(run: RunDirectory, curves: Curves) -> dict[str, Any]:
+    """Describe a run, whose metrics are `curves`. Raises `CorruptError`."""
     status = run.read_status()
     environment = run.read_environment()
     if curves.problem is not None:
         raise curves.problem
-    state, reason, ended = ending(run, is_copy=is_copy)
+    state, reason, ended = ending(run)
     return {
         "kind": environment.get(TRAINER),
         "state": state,

@@ -26,6 +26,7 @@ from bench.view_runs import make_run
 from burnish.cli.main import main
 from burnish.errors import BurnishError
 from burnish.files.remote import Remote
+from burnish.tracking.rundir import RunDirectory
 from burnish.view.remote_runs import RunCopies
 
 
@@ -141,6 +142,18 @@ def test_runs_behind_a_url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         while [each["completion"] for each in found.get("rollouts", run="a")["rows"]] != ["new"]:
             time.sleep(0.05)
         assert found.get("config", run="a")["text"]["a"].startswith("name: a")
+
+
+def test_a_silent_run_behind_a_url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BURNISH_CACHE", str(tmp_path / "cache"))
+    run = RunDirectory(make_run(tmp_path / "runs" / "a", steps=3, prompts=1, tokens=3))
+    run.write_status(9, "running")
+    for path in filter(Path.is_file, run.root.rglob("*")):
+        os.utime(path, (1e9, 1e9))
+    url = (tmp_path / "runs").as_uri()
+    with RunCopies(url) as copies, viewer(copies.root, url=url) as found:
+        (listed,) = found.get("runs")["runs"]
+        assert (listed["state"], listed["updated"]) == ("silent", 1e9)
 
 
 @pytest.mark.nightly

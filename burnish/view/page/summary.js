@@ -13,7 +13,7 @@ const TROUBLES = [
 // The head of the page of `run`, which the list describes as `about`, with its curves.
 export async function runHead(run, about, found) {
   const [{environment}, {items = []}] = await Promise.all([get("environment", {run}), about.attention ? get("attention", {run}) : {}]);
-  const {device, processes = 1, host, started} = environment ?? {}, facts = [about.model, device && `${processes} × ${device}`, host, started && date(started)];
+  const {device, processes = 1, host, started} = environment ?? {}, facts = [about.model, device && `${processes} × ${device}`, host, started && date(started), about.state === "silent" && `last written ${date(about.ended)}`];
   const total = (name) => (found[name]?.values ?? []).map(num).reduce((sum, value, i) => {  // a mean counts for the steps of its bucket
     const {steps} = found[name], width = i ? steps[i] - steps[i - 1] : (steps[1] ?? steps[0] + 1) - steps[0];
     return sum + (value > 0 ? value * width : 0);
