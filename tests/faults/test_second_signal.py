@@ -10,6 +10,8 @@ import pytest
 from support.checkpoints.states import committed
 from support.runs.training_files import At, Command, done, make_files, outcome
 
+from burnish.tracking.rundir import RunDirectory
+
 EVERY = "evaluation.every=0"
 
 
@@ -49,6 +51,7 @@ def test_a_second_signal_during_the_last_save(
     again.send(first)
     # It is killed by the signal; a shell says 128 + its number.
     assert again.wait() == -second, again.output
+    assert RunDirectory(run).read_status()["state"] == "stopped"
     assert [step.step for step in committed(run / "checkpoints")] == [2]
     assert outcome(done(work, *argv, "steps=6")) == in_peace
     assert not list((run / "checkpoints").glob(".inflight*"))

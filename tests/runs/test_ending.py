@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from support.runs.training_files import At, burnish, done, make_files, ranks
 
+from burnish.cli.main import main
+from burnish.config.schema import RunConfig
+from burnish.distributed.layout import Layout
 from burnish.errors import UsageError
-from burnish.runs.ending import ending, last_failure, reason_of
+from burnish.files.lease import LEASE
+from burnish.methods.table import METHODS
+from burnish.runs.ending import Ending, ending, last_failure, reason_of
+from burnish.runs.session import open_run
 from burnish.tracking.curves import Curves
 from burnish.tracking.rundir import RunDirectory
 from burnish.view.runs import describe
@@ -84,6 +92,31 @@ def test_an_error_of_another_rank_is_the_reason(work: Path) -> None:
     assert "ZeroDivisionError: a loss" in facts["reason"]["have"]
 
 
+def test_a_lack_of_memory_is_the_reason(
+    work: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run(config: RunConfig, layout: Layout, device: torch.device, run_dir: object) -> None:
+        with open_run(config, METHODS["sft"], layout, device) as session, session.spans("update"):
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.")
+
+    monkeypatch.chdir(work)
+    monkeypatch.setattr(METHODS["sft"], "run", run)
+    argv = ["sft", "sft.yaml", "name=full"]
+    assert main(argv) == 1
+    facts = described(work, "full")
+    assert facts["state"] == "failed"
+    assert "memory" in facts["reason"]["problem"]
+    assert "20.00 GiB" in facts["reason"]["have"]
+    capsys.readouterr()
+    assert main(["runs", "--json"]) == 0
+    listed = {each["run"]: each for each in json.loads(capsys.readouterr().out)["runs"]}
+    assert listed["runs/full"]["reason"] == facts["reason"]
+    assert main(["runs"]) == 0
+    assert facts["reason"]["problem"] in capsys.readouterr().out
+    assert main(argv) == 1
+    assert facts["reason"]["problem"] in capsys.readouterr().err
+
+
 def test_a_killed_process_has_failed_where_it_was(work: Path) -> None:
     at = At("burnish.runs.run:Run.finish", 2, signal.SIGKILL)
     code, _ = burnish(work, "sft", "sft.yaml", "name=killed", at=at)
@@ -133,6 +166,22 @@ def test_a_reason_has_no_credentials_and_one_first_line() -> None:
     assert reason_of(KeyError())["problem"] == "KeyError: no text"
 
 
+def test_a_copy_that_nobody_writes_is_silent(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path)
+    run.write_status(3, "running")
+    assert ending(run) == Ending("running")
+    os.utime(run.status, (1e9, 1e9))
+    state, reason, ended = ending(run)
+    assert (state, reason, ended) == ("silent", None, "2001-09-09T01:46:40+00:00")
+    run.write_environment({"host": "elsewhere"})
+    assert ending(run).state == "silent"
+    run.checkpoints.mkdir()
+    (run.checkpoints / LEASE).touch()
+    assert ending(run).state == "failed"
+    run.write_status(3, "running")
+    assert ending(run).state == "running"
+
+
 @pytest.mark.parametrize(
     "status",
     [
@@ -147,7 +196,9 @@ def test_a_reason_has_no_credentials_and_one_first_line() -> None:
 @pytest.mark.parametrize("log", ["", "{}\n", "\xff" * 9999, "2026 critical rank 0 step 3 update burnish: the run ends with an error\n    ValueError: x\n"])  # fmt: skip
 def test_any_status_and_log_give_a_state(tmp_path: Path, status: dict[str, Any], log: str) -> None:
     run = RunDirectory(tmp_path)
-    run.logs.mkdir()
+    for place in (run.logs, run.checkpoints):
+        place.mkdir()
+    (run.checkpoints / LEASE).touch()
     (run.logs / "rank-0.log").write_text(log)
     run.status.write_text(json.dumps(status))
     state, reason, ended = ending(run)
