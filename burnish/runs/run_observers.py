@@ -17,7 +17,7 @@ from burnish.records.rollout_table import RolloutTable
 from burnish.records.samples import Floats
 from burnish.runs.rollout_transfer import arrays_on_main, arriving
 from burnish.runs.session import Session
-from burnish.tracking.observers import Observers, wanted_rollouts
+from burnish.tracking.observers import Observers, rollouts_interval, wanted_rollouts
 from burnish.tracking.rundir import CHECKPOINTS
 from burnish.tracking.trackers import State, logged_values
 
@@ -56,6 +56,13 @@ class RunObservers:
                     decode=decode,
                     given=dict(dotted(session.config.model_dump(mode="json"))),
                 )
+                every = rollouts_interval(session.config.tracking, self._total_steps)
+                if session.method.generates and every > 1:
+                    log.info(
+                        "rollouts are written at step 1, every %d steps and at the last; "
+                        "tracking.rollouts_every=1 writes all",
+                        every,
+                    )
                 if session.config.checkpoint.push_to_hub:
                     from burnish.runs.hub_push import HubPusher
 

@@ -41,11 +41,15 @@ _STOP_SECONDS = 10.0
 log = logging.getLogger("burnish")
 
 
+def rollouts_interval(settings: TrackingConfig, total: int) -> int:
+    """Return after how many of `total` steps rollouts are written; 0: never."""
+    every = settings.rollouts_every
+    return every if every != "auto" else 1 if total < _SHORT_RUN else _ROLLOUTS_EVERY
+
+
 def _writes_rollouts(settings: TrackingConfig, step: int, total: int, validation: bool) -> bool:
     """Return whether the rollouts of a step of `total`, or of a validation after it, are written."""
-    every = settings.rollouts_every
-    if every == "auto":
-        every = 1 if total < _SHORT_RUN else _ROLLOUTS_EVERY
+    every = rollouts_interval(settings, total)
     return every > 0 and (validation or step % every == 0 or step in (1, total))
 
 
