@@ -478,8 +478,11 @@ def _require_command(argv: Sequence[str]) -> None:
     among = [
         name for name in names if (name.startswith(f"{first} ") if words > 1 else " " not in name)
     ]
+    from burnish.config.suggestions import METHODS_ELSEWHERE
+
     do = (
-        did_you_mean(typed, among)
+        METHODS_ELSEWHERE.get(first)
+        or did_you_mean(typed, among)
         or "see burnish --help; burnish run FILE.py:CLASS trains with a method of your own"
     )
     raise UsageError(

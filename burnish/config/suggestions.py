@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from difflib import SequenceMatcher
 from typing import Any
 
@@ -14,6 +15,17 @@ from burnish.config.foreign_names import (
 )
 from burnish.config.keys import is_default, known_keys, plain_name
 
+_PREFERENCES = (
+    "Burnish does not train on preferences; burnish sft data.completion_column=chosen trains on the "
+    "chosen answers, and burnish rl on a reward"
+)
+METHODS_ELSEWHERE: Mapping[str, str] = {
+    **dict.fromkeys(("dpo", "ipo", "kto", "orpo", "simpo"), _PREFERENCES),
+    "grpo": "write burnish rl, whose default is GRPO",
+    "ppo": "write burnish rl with algorithm.advantage=gae, which trains a critic",
+    "train": "write burnish sft or burnish rl",
+}
+"""What to do instead of a command that another framework has."""
 _LONGEST = 100
 """Most characters of a name that could be a misspelt key."""
 _LEAST_LIKENESS = 0.75
@@ -25,6 +37,9 @@ _OF_WHOLE_NAMES = 0.1
 def suggestion(name: str, value: Any = None) -> tuple[str, str]:
     """Return `want` and `do` of the error for an unknown key (`trainer.save_freq`, `rolout.n`) and its value."""
     name = plain_name(name)
+    # Another framework's name of a sampling setting does not say which completions are meant.
+    if {f"rollout.{name}", f"evaluation.{name}"} <= known_keys().keys():
+        return _of_unknown(name)
     settings = None if value is None else translate_setting(name, value)
     if settings is not None and all(is_default(*setting) for setting in settings.items()):
         return "no setting, because this is the default", "leave it out"

@@ -119,6 +119,7 @@ def test_what_is_said_of_a_name_from_elsewhere() -> None:
         ("split", "train", "set data.train"),
         ("hub_token", "x", "leave it out"),
         ("lr", 1, "did you mean optim.lr or critic.lr?"),
+        ("temperature", 0.3, "did you mean rollout.temperature or evaluation.temperature?"),
     ],
 )
 def test_an_answer_has_the_value_and_none_is_a_default(name: str, value: object, do: str) -> None:

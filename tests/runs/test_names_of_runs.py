@@ -126,7 +126,9 @@ def test_a_run_is_read_from_any_directory(
     assert functions == [f"{work / 'rewards.py'}:right", "numeric"]
 
 
-@pytest.mark.parametrize("words", [["dpo"], ["grpo", "x.yaml"], ["ckpt", "list"], ["config", "x"]])
+@pytest.mark.parametrize(
+    "words", [["dpo"], ["kto"], ["grpo", "x.yaml"], ["ckpt", "list"], ["config", "x"]]
+)
 def test_an_unknown_command(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(words) == 2
     written = capsys.readouterr().err
