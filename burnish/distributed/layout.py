@@ -6,12 +6,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Self
 
-from burnish.config.schema import EngineConfig
 from burnish.errors import UsageError
-from burnish.families import ModelSizes
 
-if TYPE_CHECKING:  # this module must not load torch
+if TYPE_CHECKING:  # this module must not load torch, and --help shows before pydantic is loaded
     from torch.distributed import ProcessGroup
+
+    from burnish.config.schema import EngineConfig
+    from burnish.families import ModelSizes
 
 # Grouped matrix products of experts need rows whose size is a multiple of this many bytes.
 _ROW_BYTES = 16
