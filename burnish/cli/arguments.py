@@ -40,7 +40,7 @@ Burnish post-trains language models: supervised fine-tuning and reinforcement le
   burnish config check CONFIG                check that settings exist and fit together
   burnish config show CONFIG                 print every setting and its origin
   burnish config explain [KEY]               explain a setting
-  burnish config translate FILE|ARGUMENTS    turn another framework's into CONFIG
+  burnish config translate FILE|ARGUMENTS    translate another framework's settings
 
 CONFIG is a YAML file. Settings may follow it, such as optim.lr=1e-6 rollout.n=8, or
 replace it:
@@ -74,8 +74,8 @@ _COMMANDS = {
     "init": (
         "init:init",
         "KIND MODEL DATA --lora",
-        "Look at the data, show a row as the model will see it, and write a configuration that fits, and for rl a reward function. "
-        "Without DATA, write sample rows too. No file is overwritten.",
+        "Look at the data, show a row as the model will see it, and write a configuration that fits. For rl, write a reward function "
+        "too. Without DATA, write sample rows as well. No file is overwritten.",
     ),
     "run": (
         "run:run_given",
@@ -90,8 +90,8 @@ _COMMANDS = {
     "chat": (
         "chat:chat",
         "MODEL|RUN key=value --temperature --max-tokens --system --compare --save",
-        "Talk to a model in the terminal. It answers each line of standard input as its generation_config.json recommends, else "
-        "with the most probable tokens. /help lists commands.",
+        "Talk to a model in the terminal. It answers each line that you type. It samples as its generation_config.json recommends, "
+        "else it takes the most probable tokens. /help lists the commands.",
     ),
     "runs": (
         "runs:runs",
@@ -146,7 +146,7 @@ _COMMANDS = {
     "config translate": (
         "translate:run_translate",
         "FILE|ARGUMENTS",
-        "Print a configuration from a script, file or arguments of verl, TRL, OpenRLHF, axolotl, LLaMA-Factory, open-r1 or prime-rl. What it does not show becomes comments.",
+        "Print a configuration from a script, file or arguments of verl, TRL, OpenRLHF, axolotl, LLaMA-Factory, open-r1 or prime-rl. Settings without a counterpart become comments.",
     ),
     "config schema": (
         "settings:schema",
@@ -223,7 +223,7 @@ def _flag(help_: str) -> dict[str, Any]:
 
 
 _STEP = "RUN or RUN/checkpoints/step-N, here or as a URL"
-# Destination and description of each positional argument, by its name in the help.
+# Destination and description of each positional argument, by its name in the help, or by "COMMAND NAME" if it means something else there.
 _POSITIONAL = {
     "CONFIG": (
         "config",
@@ -242,6 +242,18 @@ _POSITIONAL = {
     "key=value": (
         "overrides",
         _argument("settings that override the file, such as optim.lr=1e-6", nargs="*", default=[]),
+    ),
+    "chat key=value": (
+        "overrides",
+        _argument("settings, such as rollout.top_p=0.9", nargs="*", default=[]),
+    ),
+    "eval key=value": (
+        "overrides",
+        _argument(
+            "settings that override the file, such as evaluation.temperature=0",
+            nargs="*",
+            default=[],
+        ),
     ),
     "FILE|ARGUMENTS": (
         "words",
@@ -279,6 +291,7 @@ _POSITIONAL = {
     "RUN": ("path", _argument("such as runs/my-run or s3://bucket/my-run", type=_place)),
     "RUN_DIR": ("run", _argument("such as runs/my-run", type=Path)),
     "STEP": ("path", _argument(f"{_STEP}; a run stands for its newest step", type=_place)),
+    "verify STEP": ("path", _argument(f"{_STEP}; a run stands for all its steps", type=_place)),
     "STEP_DIR": ("path", _argument("RUN/checkpoints/step-N", type=Path)),
     "A": ("path", _argument(f"{_STEP}, or a Hugging Face directory", type=_place)),
     "B": ("other", _argument("the same", type=_place)),
@@ -351,9 +364,9 @@ _OPTIONS = {
     ),
     "--public": _flag("make a new repository public; default: private"),
     "--branch": _argument("branch of the repository; created if needed; default: main"),
-    "--lora": _flag("train an adapter of rank 16"),
+    "--lora": _flag("configure a LoRA adapter of rank 16 instead of training all weights"),
     "--merged": _flag(
-        "for a run with model.lora: take the model with the adapter merged in, instead of the adapter"
+        "for a run with model.lora: write the model with the adapter merged into it, instead of the adapter"
     ),
     "--gguf": _argument(
         "also say how llama.cpp makes GGUF of it", nargs="?", const="q8_0", choices=_GGUF_TYPES
@@ -369,8 +382,8 @@ _OPTIONS = {
     "--without-sandbox": _flag("allow pickles even if the kernel has no Landlock for the sandbox"),
     "--port": _argument("port to listen on; default: any free port", type=int, default=0),
     "--host": _argument(
-        "address to listen on, such as 0.0.0.0; default: 127.0.0.1. Clients need a token: view prints it with its address, serve writes "
-        "it to servers/ in the run's directory, which only this user can read",
+        "address to listen on, such as 0.0.0.0; default: 127.0.0.1. Clients need a token: view prints it with its address, and serve "
+        "writes it to servers/ in the run's directory, which only you can read",
         default="127.0.0.1",
     ),
     "--no-open": _argument("do not open a browser", action="store_false", dest="open"),
@@ -408,7 +421,7 @@ def make_parser() -> ArgumentParser:
             )
         for argument in arguments.split():
             if argument in _POSITIONAL:
-                destination, how = _POSITIONAL[argument]
+                destination, how = _POSITIONAL.get(f"{name} {argument}", _POSITIONAL[argument])
                 shown = argument
                 if argument == "KIND":
                     trainers = [name for name, method in METHODS.items() if method.trains]
