@@ -77,12 +77,12 @@ class RunCopies:
                 _log.warning("%s", error)
 
     def _copy(self, *, rollouts: bool) -> None:
-        found = {
+        listed = {
             name: version
             for name, version in self._versions().items()
             if _WANTED.fullmatch(name) and ".." not in name.split("/")
         }
-        versions = {name: version for name, (version, _) in found.items()}
+        versions = {name: version for name, (version, _) in listed.items()}
         have = json.loads(self._known.read_text()) if self._known.exists() else {}
         for name in have.keys() - versions.keys():
             (self.root / name).unlink(missing_ok=True)
@@ -94,7 +94,7 @@ class RunCopies:
                 if have.get(name) != versions[name] and not self._stop.is_set():
                     with suppress(MissingError):  # the file was removed meanwhile
                         write_atomically(self.root / name, self._content(name))
-                        if (changed := found[name][1]) is not None:
+                        if (changed := listed[name][1]) is not None:
                             # A copy that nobody writes is told by its age.
                             os.utime(self.root / name, (changed, changed))
                         have[name] = versions[name]
