@@ -235,25 +235,11 @@ _POSITIONAL = {
     ),
     "CONFIG|RUN_DIR|MODEL": (
         "config",
-        _argument(
-            "a YAML file, a run's or model's directory, or a model's id on the hub", nargs="?"
-        ),
+        _argument("a YAML file, the directory of a run or model, or a model's id", nargs="?"),
     ),
     "key=value": (
         "overrides",
-        _argument("settings that override the file, such as optim.lr=1e-6", nargs="*", default=[]),
-    ),
-    "chat key=value": (
-        "overrides",
-        _argument("settings, such as rollout.top_p=0.9", nargs="*", default=[]),
-    ),
-    "eval key=value": (
-        "overrides",
-        _argument(
-            "settings that override the file, such as evaluation.temperature=0",
-            nargs="*",
-            default=[],
-        ),
+        _argument("settings, such as seed=1; they override the file", nargs="*", default=[]),
     ),
     "FILE|ARGUMENTS": (
         "words",
@@ -266,16 +252,12 @@ _POSITIONAL = {
     "DATA": ("data", _argument("a file, a directory, or an id of the Hugging Face Hub", nargs="?")),
     "PLACE": (
         "places",
-        _argument(
-            "directories and URLs that runs will write to; default: this directory", nargs="*"
-        ),
+        _argument("directories and URLs to write to; default: this directory", nargs="*"),
     ),
     "SHELL": ("shell", _argument("bash, zsh or fish", choices=("bash", "zsh", "fish"))),
     "MODEL|RUN": (
         "config",
-        _argument(
-            "a Hugging Face directory or id, or the directory of a run or of a step", nargs="?"
-        ),
+        _argument("a model's directory or id, or the directory of a run or step", nargs="?"),
     ),
     "RUNS": ("runs", _argument("a directory of runs (default: runs), or compare A B", nargs="*")),
     "RUNS_DIR": (
@@ -284,9 +266,7 @@ _POSITIONAL = {
     ),
     "KEY": (
         "key",
-        _argument(
-            "a setting or section, such as rollout.n; without it, list the sections", nargs="?"
-        ),
+        _argument("a setting or section, such as rollout.n; default: all sections", nargs="?"),
     ),
     "RUN": ("path", _argument("such as runs/my-run or s3://bucket/my-run", type=_place)),
     "RUN_DIR": ("run", _argument("such as runs/my-run", type=Path)),
@@ -295,10 +275,7 @@ _POSITIONAL = {
     "STEP_DIR": ("path", _argument("RUN/checkpoints/step-N", type=Path)),
     "A": ("path", _argument(f"{_STEP}, or a Hugging Face directory", type=_place)),
     "B": ("other", _argument("the same", type=_place)),
-    "ORG/NAME": (
-        "repo",
-        _argument("a model repository on the Hugging Face Hub; created if needed"),
-    ),
+    "ORG/NAME": ("repo", _argument("a model repository on the hub; created if needed")),
     "DIRECTORY": ("target", _argument("a new directory to write to", type=Path)),
     "SOURCE": (
         "path",
@@ -333,12 +310,8 @@ _OPTIONS = {
         "start this many processes, and start the run again when one dies; default: one process, or with --ray one per GPU",
         type=_processes,
     ),
-    "check --processes": _argument(
-        "start this many processes on this machine's CPU", type=_processes
-    ),
-    "doctor --processes": _argument(
-        "check from this many processes on this machine", type=_processes
-    ),
+    "check --processes": _argument("start this many processes on the CPU", type=_processes),
+    "doctor --processes": _argument("check from this many processes here", type=_processes),
     "view --port": _argument(
         "port to listen on; default: 7007; 0: any free port", type=int, default=7007
     ),

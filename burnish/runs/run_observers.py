@@ -58,11 +58,8 @@ class RunObservers:
                 )
                 every = rollouts_interval(session.config.tracking, self._total_steps)
                 if session.method.generates and every > 1:
-                    log.info(
-                        "rollouts are written at step 1, every %d steps and at the last; "
-                        "tracking.rollouts_every=1 writes all",
-                        every,
-                    )
+                    when = f"at step 1, every {every} steps and at the last"
+                    log.info("rollouts are written %s; tracking.rollouts_every=1: all", when)
                 if session.config.checkpoint.push_to_hub:
                     from burnish.runs.hub_push import HubPusher
 
