@@ -1,4 +1,5 @@
 import io
+import logging
 import math
 import re
 from pathlib import Path
@@ -7,6 +8,8 @@ import pytest
 from contracts.tracker import TrackerContract
 
 from burnish.tracking.console import ConsoleTracker, duration
+from burnish.tracking.logs import rank_log
+from burnish.tracking.spans import Spans
 
 RL = {
     "reward/mean": 0.8123,
@@ -46,6 +49,24 @@ def test_a_step_of_reinforcement_learning() -> None:
         "step  12/500  reward  0.812  loss -1.2e-3  grad 0.830  lr 1.0e-6  len  132"
         "  tok/s 12.3k   3.42s  eta 27m49s"
     )
+
+
+def test_the_log_has_the_numbers_of_every_step(tmp_path: Path) -> None:
+    path = tmp_path / "rank-0.log"
+    spans = Spans()
+    with rank_log(path, 0, spans, "text"):
+        logging.getLogger("burnish").info("begun")
+        for spans.step in (1, 2, 3):
+            shown = lines({spans.step: RL | {"val/reward": 0.5}}, total_steps=9, every=3, width=30)  # fmt: skip
+            assert len(shown) == 1 + (spans.step != 2)
+    written = path.read_text().splitlines()[1:]
+    assert [line.split(" step ")[1].split()[0] for line in written] == ["1", "2", "3"]
+    for line in written:
+        assert " info rank 0 " in line
+        numbers = line.partition(" burnish: ")[2].split("  ")
+        assert {"reward 0.812", "ent 0.410", "len 132", "3.42s", "val/reward 0.500"} <= {*numbers}
+    lines({4: RL})
+    assert len(path.read_text().splitlines()) == 4  # the run has ended
 
 
 def test_lines_stand_under_each_other_however_small_a_number_is() -> None:
