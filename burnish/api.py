@@ -40,16 +40,15 @@ from burnish.runs.run_directory import (
     make_way,
     require_own_directory,
 )
-from burnish.runs.summary import parameters_text, summary
+from burnish.runs.summary import summary
 from burnish.tracking.logs import spans as latest_spans
 from burnish.tracking.progress import Progress
-from burnish.tracking.rundir import ADAPTED, PARAMETERS, RunDirectory
+from burnish.tracking.rundir import RunDirectory
 from burnish.tracking.trackers import read_metrics
 
 if TYPE_CHECKING:
     import torch
 
-    from burnish.tracking.curves import Curves
 
 Config: TypeAlias = str | os.PathLike[str] | Mapping[str, Any] | RunConfig
 """A YAML file, the same settings as nested mappings, or a loaded configuration."""
@@ -70,29 +69,14 @@ class Result:
         return str(self.directory)
 
     def __repr__(self) -> str:
-        return f"Result({self._in_words(self._curves())})"
+        from burnish.tracking.notebook import run_in_words
+
+        return f"Result({run_in_words(self.directory, self.model)})"
 
     def _repr_html_(self) -> str:
-        from burnish.tracking.notebook import html_of
+        from burnish.tracking.notebook import html_of_run
 
-        curves = self._curves()
-        return html_of(curves, self._in_words(curves))
-
-    def _curves(self) -> Curves:
-        from burnish.tracking.curves import Curves
-
-        return Curves(RunDirectory(self.directory).metrics).refresh()
-
-    def _in_words(self, curves: Curves) -> str:
-        """Return the directory, the steps, the last reward or loss, the model, and its parameters."""
-        from burnish.tracking.notebook import last_values
-
-        numbers = [f"{name} {value:.4g}" for name, value in last_values(curves).items()]
-        model = f"model {self.model}" if self.model else "no model here"
-        environment = RunDirectory(self.directory).read_environment()
-        sizes = [environment[key] for key in (PARAMETERS, ADAPTED) if key in environment]
-        size = [parameters_text(*sizes)] if sizes else []  # runs of earlier versions do not say it
-        return ", ".join([f"{self.directory}: {curves.last_step} steps", *numbers, model, *size])
+        return html_of_run(self.directory, self.model)
 
     @property
     def model(self) -> Path | None:

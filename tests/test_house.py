@@ -64,6 +64,7 @@ OPTIONS = (
     "burnish.engines.torch.tensor_parallel",
     "burnish.files.backends",
     "burnish.files.hub_files",
+    "burnish.files.once",
     "burnish.files.quantized",
     "burnish.files.remote",
     "burnish.launch.elastic",

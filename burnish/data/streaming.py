@@ -34,9 +34,10 @@ from burnish.data.tasks import Item, Mixture, RowDataset
 from burnish.distributed.collectives import agree, from_main
 from burnish.distributed.layout import Layout
 from burnish.errors import UsageError, of_setting, refusing
-from burnish.files.cache import cache_root, made_once
+from burnish.files.cache import cache_root
 from burnish.files.hub import HubPlace
 from burnish.files.hub_files import HubFiles
+from burnish.files.once import made_once
 from burnish.files.remote import Remote, begun
 from burnish.files.urls import Url, is_url
 from burnish.records import Example

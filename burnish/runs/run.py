@@ -37,10 +37,9 @@ from burnish.runs.session import Session
 from burnish.runs.setup import Learner, prove_start
 from burnish.runs.signals import StopRequested
 from burnish.runs.step_saver import LoadedStep, StepSaver
-from burnish.runs.summary import parameters_text
 from burnish.runs.trainer_state import Fingerprints, TrainerState, Updates, counts
 from burnish.tracking.progress import Bar
-from burnish.tracking.rundir import ADAPTED, PARAMETERS
+from burnish.tracking.rundir import ADAPTED, PARAMETERS, parameters_text
 from burnish.tracking.stats import Stats
 from burnish.tracking.trackers import json_numbers, numbers
 

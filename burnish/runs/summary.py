@@ -30,6 +30,7 @@ from burnish.files.safetensors import read_header, weight_files
 from burnish.method import Method
 from burnish.runs.preflight import data_sizes, is_asked_here, model_fields
 from burnish.runs.run_directory import committed_steps
+from burnish.tracking.rundir import parameters_text
 
 _BRIEF = (
     "model",
@@ -209,12 +210,6 @@ def sampling_text(sampling: SamplingConfig) -> str:
     parts += [f"top-p {sampling.top_p:g}"] if sampling.top_p < 1 else []
     parts += [f"min-p {sampling.min_p:g}"] if sampling.min_p else []
     return ", ".join(parts)
-
-
-def parameters_text(count: int, adapted: int = 0) -> str:
-    """Return how many parameters a model has, and how many its run trains, if that is an adapter."""
-    share = f"{adapted:,} ({adapted / count:.2%}) trained of " if adapted else ""
-    return f"{share}{count:,} parameters"
 
 
 def parameter_count(model: ModelConfig) -> int:

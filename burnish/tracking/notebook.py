@@ -14,6 +14,7 @@ from rich.text import Text
 
 from burnish.tracking.console import ConsoleTracker
 from burnish.tracking.curves import Curves
+from burnish.tracking.rundir import ADAPTED, PARAMETERS, RunDirectory, parameters_text
 
 HEADLINES = ("reward/mean", "train/loss", "val/reward", "val/loss")
 """The numbers of which a run's line, and a notebook, shows the last values."""
@@ -29,6 +30,24 @@ def last_values(curves: Curves) -> dict[str, float]:
     """Return the last values of those of `HEADLINES` that the run has."""
     series = {name: curves.finite(name) for name in HEADLINES}
     return {name: values[-1] for name, values in series.items() if values}
+
+
+def run_in_words(directory: Path, model: Path | None) -> str:
+    """Return a run's directory, steps, last reward or loss, model, and the model's parameters."""
+    run = RunDirectory(directory)
+    curves = Curves(run.metrics).refresh()
+    numbers = [f"{name} {value:.4g}" for name, value in last_values(curves).items()]
+    where = f"model {model}" if model else "no model here"
+    environment = run.read_environment()
+    sizes = [environment[key] for key in (PARAMETERS, ADAPTED) if key in environment]
+    size = [parameters_text(*sizes)] if sizes else []  # runs of earlier versions do not say it
+    return ", ".join([f"{directory}: {curves.last_step} steps", *numbers, where, *size])
+
+
+def html_of_run(directory: Path, model: Path | None) -> str:
+    """Return `run_in_words` above the run's curves, as HTML."""
+    curves = Curves(RunDirectory(directory).metrics).refresh()
+    return html_of(curves, run_in_words(directory, model))
 
 
 def html_of(curves: Curves, title: str, lines: Sequence[str] = ()) -> str:

@@ -106,6 +106,12 @@ def _read_object(path: Path) -> dict[str, Any]:
         return parse_object(file.read(_OBJECT_BYTES), str(path))
 
 
+def parameters_text(count: int, adapted: int = 0) -> str:
+    """Return how many parameters a model has, and how many its run trains, if that is an adapter."""
+    share = f"{adapted:,} ({adapted / count:.2%}) trained of " if adapted else ""
+    return f"{share}{count:,} parameters"
+
+
 def environment(device: str, world: int = 1) -> dict[str, Any]:
     """Describe versions, machine and command; no environment variables, which may hold secrets. A commit with changes ends in `-dirty`."""
     commit = _git("describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")

@@ -25,7 +25,7 @@ from support.services.s3 import S3Server
 from burnish.distributed.layout import Layout
 from burnish.errors import BurnishError, MissingError, UsageError
 from burnish.files import remote_copy as module
-from burnish.files.cache import made_once
+from burnish.files.once import made_once
 from burnish.files.remote import Remote, RemoteFile, RetryPolicy
 from burnish.files.remote_copy import Selected, copied, select
 
