@@ -39,6 +39,7 @@ _BYTES_OF_A_CHARACTER = 4
 _SPARE = 20  # removal frees a 20th of the limit more, so that few steps have to list all files
 _REMEDY = "move the file away; the run and other steps do without it"
 _COLUMN_CHARACTERS = 2000  # most of a column's value
+_JSON = json.JSONEncoder(skipkeys=True, ensure_ascii=False, default=lambda x: type(x).__name__)
 _LEVEL = 4  # of compression; 6 takes twice the time for files that are 4 % smaller
 
 
@@ -150,22 +151,14 @@ def _other_columns(prompt: Prompt) -> dict[str, str]:
     shown = {prompt.text, prompt.source, str(prompt.answer), *contents}
     columns = {}
     for name, value in prompt.columns.items():
-        if isinstance(value, str):
-            text = value
-            is_shown = text in shown
-        else:
-            text = json.dumps(value, default=_text_of, skipkeys=True, ensure_ascii=False)
-            messages = value if isinstance(value, list) else [None]
-            is_shown = all(isinstance(m, dict) and str(m.get("content")) in shown for m in messages)
-        if not is_shown:
+        parts = value if isinstance(value, list) else [value]
+        texts = [part.get("content") if isinstance(part, dict) else part for part in parts]
+        if not all(isinstance(text, str) and text in shown for text in texts):
+            text = value if isinstance(value, str) else _JSON.encode(value)
             cut = len(text) - _COLUMN_CHARACTERS
             more = f" … {cut:,} more characters" if cut > 0 else ""
             columns[name] = text[:_COLUMN_CHARACTERS] + more
     return columns
-
-
-def _text_of(value: object) -> str:
-    return "bytes" if isinstance(value, bytes) else str(value)
 
 
 def texts_of_tokens(token_ids: list[int], decode: Callable[[list[int]], str]) -> list[str]:

@@ -82,7 +82,7 @@ def test_chosen_rows_have_the_other_columns(tmp_path: Path) -> None:
         assert row["columns"].pop("é") == "x" * 2000 + " … 3,000 more characters"
         assert row["columns"] == {
             "level": "3",
-            "image": '{"bytes": "bytes", "size": "2"}',
+            "image": '{"bytes": "bytes", "size": "int64"}',
             "tests": '["a", {"b": NaN}]',
         }
 
