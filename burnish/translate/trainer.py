@@ -19,7 +19,15 @@ _BATCH = (
     "nproc_per_node",
 )
 """What the size of a step's batch follows from, beside the sequences of a device."""
-_ADAMW = ["adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused", "adamw"]
+_ADAMW = [
+    "adamw",
+    "adamw_apex_fused",
+    "adamw_hf",
+    "adamw_torch",
+    "adamw_torch_fused",
+    "paged_adamw",
+    "paged_adamw_32bit",
+]
 _TRACKERS = ("tensorboard", "wandb", "mlflow", "swanlab", "trackio")
 _LONGEST_WAIT = 86400
 """Seconds. A longer limit is meant as none, and a hang would stay unseen."""
@@ -168,7 +176,7 @@ def _hub(arguments: Arguments) -> None:
         arguments.carry({}, "push_to_hub")
         arguments.drop("it counts only with push_to_hub", *names, "hub_private_repo")
     elif "/" not in str(repository):
-        arguments.leave("checkpoint.push_to_hub: OWNER/NAME; the owner is not given", *names[:2])
+        arguments.leave("checkpoint.push_to_hub: OWNER/NAME; the owner is not given", *names)
     elif strategy in (None, *_PUSHED):
         settings = {
             "checkpoint.push_to_hub": repository,

@@ -6,6 +6,7 @@ several arguments mean together, and what the framework does without being told.
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -38,6 +39,10 @@ from burnish.translate.verl import VERL
 _FRAMEWORKS = (VERL, TRL, OPEN_R1, OPENRLHF, AXOLOTL, LLAMA_FACTORY, PRIME_RL)
 _SHARED = (VERL.combine, combine_shared)
 """What combines arguments that could be of several frameworks."""
+_OTHER_PROGRAM = re.compile(
+    r"serve(_rm|\b)|lora_combiner|batch_inference|llamafactory-cli (?!train)"
+)
+"""A program of a framework that does not train."""
 _SHOWN = 5
 _OF_RL = ("algorithm.", "critic.", "reward.", "rollout.")
 """Sections that only reinforcement learning reads."""
@@ -79,6 +84,7 @@ def translate_arguments(words: Sequence[str]) -> str:
 def _chosen(commands: Sequence[Arguments]) -> Arguments:
     """Return the command that trains. Raises `UsageError` if several do, or if only a run would tell."""
     own = [each for each in commands if any(one.recognizes(each) for one in _FRAMEWORKS)]
+    own = [each for each in own if not _OTHER_PROGRAM.search(" ".join(each.program))] or own
     known = own or [each for each in commands if any(map(known_ending, each.given))] or commands[:1]
     different = [
         each

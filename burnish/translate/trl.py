@@ -257,7 +257,7 @@ def _say_what_sft_does(arguments: Arguments) -> None:
 
 
 def _recognizes(arguments: Arguments) -> bool:
-    if _is_open_r1(arguments):
+    if _is_open_r1(arguments) or not marks_of("axolotl").isdisjoint(arguments.given):
         return False
     names = {name.partition("/")[0] for name in arguments.program}
     return "trl" in names or not marks_of("trl").isdisjoint(arguments.given)

@@ -30,6 +30,7 @@ _OF_PPO = {
     f"{_ACTOR}.policy_loss.loss_mode": "vanilla",
     f"{_ACTOR}.clip_ratio_c": 3.0,
     f"{_ROLLOUT}.n": 1,
+    f"{_ROLLOUT}.name": "vllm",
     f"{_ROLLOUT}.val_kwargs.temperature": 0,
     "algorithm.adv_estimator": "gae",
     "algorithm.kl_ctrl.kl_coef": 0.001,
@@ -82,6 +83,12 @@ def _defaults(arguments: Arguments) -> Mapping[str, Any]:
 
 
 def _combine(arguments: Arguments) -> None:
+    if arguments.look_up("use_kl_in_reward") is None and arguments.look_up("kl_ctrl.kl_coef"):
+        arguments.leave(
+            "algorithm.kl.coef and algorithm.kl.place=reward: earlier versions of verl always subtract it from the reward, "
+            "later ones only with use_kl_in_reward",
+            *[name for name in ("kl_ctrl.kl_coef",) if arguments.name_of(name) in arguments.given],
+        )
     for switch, dependent in _KL_TERMS.items():
         if not arguments.look_up(switch):
             arguments.carry({}, switch)

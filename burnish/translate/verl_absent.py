@@ -14,6 +14,7 @@ _LAUNCHED = (
 )
 _LAYOUT = "only speed and memory depend on it; engine has the settings for them"
 _MICRO_BATCHES = "only speed and memory depend on it; batch.tokens_per_device limits a micro-batch"
+_NUMBER = "--processes, --ray, torchrun or Slurm start the processes; their number is not a setting"
 _OTHER_ENGINE = "it is an option of another engine; engine.kind is torch (FSDP2) or megatron"
 _PATTERNS = (
     (r"actor_rollout_ref\.ref\.(?!model\.path)", "the reference is held as the policy is"),
@@ -22,7 +23,8 @@ _PATTERNS = (
         "the critic's other settings are those of the policy",
     ),
     (r"ray_kwargs\.|ray_init\.|hydra\.|config_path$", _LAUNCHED),
-    (r"(.*\.)?nnodes$|node_rank$|standalone$|rdzv_|master_|(.*\.)?n_\w*gpus_per_node$", _LAUNCHED),
+    (r"(.*\.)?nnodes$|(.*\.)?n_\w*gpus_per_node$", _NUMBER),
+    (r"node_rank$|standalone$|rdzv_|master_", _LAUNCHED),
     (r"(nproc_per_node|engine|model|optim)$|actor@|algorithm@", _LAUNCHED),
     (r"trainer\.(v1|use_v1|use_legacy|ray_wait|esi_)|.*hybrid_engine$", _LAUNCHED),
     (r"trainer\.device$", "accelerators that torch finds are used"),
@@ -39,7 +41,7 @@ _PATTERNS = (
     (r".*\.mtp\.", "there is no prediction of several tokens"),
     (r".*\.disaggregation\.|env\.disagg", _GENERATOR),
     (
-        r".*\.(turbo_config|torchtitan|impl_cfg)\.|.*\.veomni\.(?!optimizer_offload|param_offload|ulysses|router)",
+        r".*\.(turbo_config|impl_cfg)\.|.*\.(veomni|torchtitan)\.(?!optimizer_offload|param_offload|ulysses|router)",
         _OTHER_ENGINE,
     ),
     (r".*override_\w+_config\.recompute_(?!granularity)", "each decoder layer is recomputed"),
@@ -86,6 +88,7 @@ _PATTERNS = (
         r"(reward\.)?reward_model\.(rollout\.|model\.(?!path)|micro|use_|forward|enable_resource|launch|strategy)",
         _JUDGES,
     ),
+    (r"reward_model\.prime_", "reward.workers and reward.concurrency say how many run at one time"),
     (r".*overlong_buffer(_cfg)?\.log$", "the part of the reward is always logged"),
     (r".*(log_prob|forward)_(use_dynamic_bsz|max_token_len_per_gpu|micro_batch)", _MICRO_BATCHES),
     (r".*micro_batch_size(_per_gpu)?$|data\.max_token_len_per_gpu$", _MICRO_BATCHES),
@@ -115,7 +118,7 @@ _PATTERNS = (
     (r".*calculate_sum_pi_squared$", "algorithm.advantage has no formula that needs it"),
     (r"trainer\.max_critic", "the critic is saved with every step"),
     (
-        r"trainer\.(log_val_generations|validation_data_dir)",
+        r"trainer\.(log_val_generations|val_generations_to_log|validation_data_dir)",
         "the completions of every validation are written to rollouts/ in the run's directory",
     ),
     (r"trainer\.(rl_logging_board|tensorboard_dir|debug)", "a run's directory is output_dir/name"),

@@ -226,6 +226,25 @@ def test_what_is_saved_and_sent(given: str, carried: dict[str, Any]) -> None:
         assert text.rstrip().endswith(" 0 lost")
 
 
+def test_a_server_beside_the_training_is_not_translated(tmp_path: Path) -> None:
+    path = tmp_path / "run.sh"
+    path.write_text(
+        "python -m openrlhf.cli.serve_rm --port 5000 --dataset d &\n"
+        "python -m openrlhf.cli.train_ppo_ray --pretrain m --vllm_num_engines 2 --vllm_tensor_parallel_size 2\n"
+    )
+    settings = yaml.safe_load(translate_arguments([str(path)]))
+    assert settings["rollout"] | {"n": 1} == settings["rollout"]
+    assert (settings["model"], settings["rollout"]["tensor_parallel"]) == ({"path": "m"}, 2)
+
+
+def test_a_name_of_trls_in_axolotls_yaml_leaves_it_axolotls(tmp_path: Path) -> None:
+    path = tmp_path / "lora.yaml"
+    path.write_text(
+        "base_model: m\nmicro_batch_size: 1\nmax_seq_length: 64\nsteps_per_generation: 1\n"
+    )
+    assert yaml.safe_load(translate_arguments([str(path)]))["model"] == {"path": "m"}
+
+
 def test_prime_rls_toml(tmp_path: Path) -> None:
     path = tmp_path / "rl.toml"
     path.write_text(

@@ -1,0 +1,11 @@
+trl grpo \
+  --model_name_or_path Qwen/Qwen2.5-0.5B-Instruct \
+  --dataset_name trl-lib/DeepMath-103K \
+  --gradient_accumulation_steps 4 \
+  --learning_rate 1.0e-5 \
+  --log_completions \
+  --lora_r 16 \
+  --num_generations 8 \
+  --per_device_train_batch_size 8 \
+  --reward_funcs accuracy_reward \
+  --use_peft
