@@ -148,11 +148,7 @@ _COMMANDS = {
         "FILE|ARGUMENTS",
         "Print a configuration from a script, file or arguments of verl, TRL, OpenRLHF, axolotl, LLaMA-Factory, open-r1 or prime-rl. Settings without a counterpart become comments.",
     ),
-    "config schema": (
-        "settings:schema",
-        "",
-        "Print the JSON Schema of a configuration, for editors.",
-    ),
+    "config schema": ("settings:schema", "", "Print the JSON Schema of settings, for editors."),
     "ckpt": ("", "", "Inspect, check, export, import and keep checkpoints."),
     "ckpt ls": ("ckpt:list_steps", "RUN --json", "List the steps of a run, or of many runs."),
     "ckpt show": ("ckpt:show_step", "STEP --json --tensors", "Show the content of a step."),
@@ -182,11 +178,7 @@ _COMMANDS = {
         "Make a step from another program's weights, without optimizer state. Of a GGUF file, make a model's directory instead.",
     ),
     "ckpt pin": ("ckpt:pin_step", "STEP_DIR --json --reason", "Protect a step from removal."),
-    "ckpt unpin": (
-        "ckpt:unpin_step",
-        "STEP_DIR --json",
-        "Allow a pinned step to be removed again.",
-    ),
+    "ckpt unpin": ("ckpt:unpin_step", "STEP_DIR --json", "Let a pinned step be removed again."),
     "ckpt gc": (
         "ckpt:collect_garbage",
         "RUN_DIR --json --dry-run",
@@ -225,14 +217,8 @@ def _flag(help_: str) -> dict[str, Any]:
 _STEP = "RUN or RUN/checkpoints/step-N, here or as a URL"
 # Destination and description of each positional argument, by its name in the help, or by "COMMAND NAME" if it means something else there.
 _POSITIONAL = {
-    "CONFIG": (
-        "config",
-        _argument("a YAML file; optional if key=value gives all settings", nargs="?"),
-    ),
-    "CONFIG|RUN_DIR": (
-        "config",
-        _argument("a YAML file or a run's directory; optional, as key=value is enough", nargs="?"),
-    ),
+    "CONFIG": ("config", _argument("a YAML file; optional if key=value says all", nargs="?")),
+    "CONFIG|RUN_DIR": ("config", _argument("a YAML file or a run's directory", nargs="?")),
     "CONFIG|RUN_DIR|MODEL": (
         "config",
         _argument("a YAML file, the directory of a run or model, or a model's id", nargs="?"),
@@ -241,10 +227,7 @@ _POSITIONAL = {
         "overrides",
         _argument("settings, such as seed=1; they override the file", nargs="*", default=[]),
     ),
-    "FILE|ARGUMENTS": (
-        "words",
-        _argument("a YAML file, a shell script, or key=value and --flag value", nargs="*"),
-    ),
+    "FILE|ARGUMENTS": ("words", _argument("a file, or key=value and --flag value", nargs="*")),
     "KIND": ("kind", _argument("the method that the configuration is for")),
     "TRAINER": ("kind", _argument("a method's name, or file.py:Class")),
     "METHOD": ("method", _argument("file.py:Class or module:Class")),
@@ -329,29 +312,19 @@ _OPTIONS = {
     "--dtype": _argument(
         "type of the weights; default: bf16", choices=("bf16", "fp16", "fp32"), default="bf16"
     ),
-    "--shard-gb": _argument(
-        "largest size of a file; default: 5", type=float, default=5.0, metavar="GB"
-    ),
-    "--role": _argument(
-        "another model of the run, such as critic; default: the policy", default=""
-    ),
+    "--shard-gb": _argument("largest file; default: 5", type=float, default=5.0, metavar="GB"),
+    "--role": _argument("another model, such as critic; default: the policy", default=""),
     "--public": _flag("make a new repository public; default: private"),
     "--branch": _argument("branch of the repository; created if needed; default: main"),
     "--lora": _flag("configure a LoRA adapter of rank 16 instead of training all weights"),
-    "--merged": _flag(
-        "for a run with model.lora: write the model with the adapter merged into it, instead of the adapter"
-    ),
+    "--merged": _flag("for a run with model.lora: merge the adapter into the model"),
     "--gguf": _argument(
         "also say how llama.cpp makes GGUF of it", nargs="?", const="q8_0", choices=_GGUF_TYPES
     ),
     "--base": _argument("for --merged: where the base model is now, if it moved", type=Path),
     "--step": _argument("number of the new step; default: 0", type=int, default=0),
-    "--assets": _argument(
-        "directory with config.json and tokenizer, if SOURCE has none", type=Path
-    ),
-    "--unsafe-pickle": _flag(
-        "allow pickles (DCP, Megatron, verl); they are read in a sandboxed process"
-    ),
+    "--assets": _argument("where config.json and tokenizer are, if SOURCE has none", type=Path),
+    "--unsafe-pickle": _flag("allow pickles (DCP, Megatron, verl), read in a sandboxed process"),
     "--without-sandbox": _flag("allow pickles even if the kernel has no Landlock for the sandbox"),
     "--port": _argument("port to listen on; default: any free port", type=int, default=0),
     "--host": _argument(

@@ -100,8 +100,6 @@ def catch_signals(layout: Layout | None = None) -> Iterator[Stopper]:
             if signal.SIGHUP in ignored_signals
             else "Ctrl-C does not stop"
         )
-        _log.info(
-            "%s was ignored at the start and stays so: %s this process, SIGTERM does", names, what
-        )
+        _log.info("%s: ignored since the start; %s this process, SIGTERM does", names, what)
     with handling((*STOPPING, AFTER_SAVE) if is_main else (), stopper._handle):
         yield stopper
