@@ -202,7 +202,7 @@ def named_run(method: Method, config: RunConfig) -> RunConfig:
         return named
     from burnish.runs.run_places import with_free_name
 
-    return with_free_name(RunIdentity(method.name, named))
+    return with_free_name(RunIdentity(method.name, named), method)
 
 
 @_one_run()

@@ -104,12 +104,8 @@ def pin(values: Mapping[str, Any], before: Mapping[str, Any] | None, *, ask: boo
 
     Without `ask`, ids that `before` lacks stay as they are.
     """
-    pairs = () if before is None else zip(_autos(values), _autos(before), strict=True)
-    for (section, key, former), (recorded_section, *_) in pairs:
-        # Another learning rate than the former default was chosen, and only who chose it again goes on with it.
-        if section[key] == "auto" and former in (None, recorded_section[key]):
-            section[key] = recorded_section[key]
     began = {} if before is None else _commits(before)
+    take_auto(values, values if before is None else before)
     for section, key, place, setting in list(_unpinned(values)):
         if commit := began.get((setting, place.repo)):
             _log.info("%s stays at commit %s, with which the run began", place, commit)
@@ -121,6 +117,14 @@ def pin(values: Mapping[str, Any], before: Mapping[str, Any] | None, *, ask: boo
                 pinned = HubFiles.of(place).place
             _log.info("%s is at commit %s", place, pinned.commit)
             section[key] = str(pinned)
+
+
+def take_auto(values: Mapping[str, Any], before: Mapping[str, Any]) -> None:
+    """Take what is auto in `values` from those that a run began with, which have what auto was then."""
+    for (section, key, former), (had, *_) in zip(_autos(values), _autos(before), strict=True):
+        # Another learning rate than the former default was chosen, and only who chose it again goes on with it.
+        if section[key] == "auto" and former in (None, had[key]):
+            section[key] = had[key]
 
 
 def _autos(values: Mapping[str, Any]) -> Iterator[tuple[dict[str, Any], str, float | None]]:

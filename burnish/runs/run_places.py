@@ -17,7 +17,8 @@ from burnish.distributed.environment import place_of
 from burnish.files.hub import HubPlace
 from burnish.files.lease import LEASE, is_held
 from burnish.files.urls import is_url
-from burnish.runs.hub_revisions import hub_entries
+from burnish.method import Method
+from burnish.runs.hub_revisions import hub_entries, take_auto
 from burnish.runs.run_directory import committed_steps, may_make_way, recorded_config
 from burnish.tracking.rundir import DIRECTORY, LATEST, TRAINER, RunDirectory
 
@@ -69,7 +70,7 @@ def _placed(value: Any, start: Path) -> Any:
     return str(start / value)
 
 
-def with_free_name(run: RunIdentity) -> RunConfig:
+def with_free_name(run: RunIdentity, method: Method) -> RunConfig:
     """Return the configuration of a run whose name nobody chose, under the name of its own directory.
 
     That is the directory that these settings began. Otherwise it is the first free one of NAME, NAME-2, NAME-3.
@@ -78,7 +79,7 @@ def with_free_name(run: RunIdentity) -> RunConfig:
     if run.config.mirror_url is not None or not root.exists():
         return run.config
     numbered = {n: root.with_name(f"{root.name}-{n}") for n in _numbers_beside(root)}
-    own = next((each for each in (root, *numbered.values()) if _is_own(each, run)), None)
+    own = next((n for n in (root, *numbered.values()) if _is_own(n, run, method)), None)
     if own is None and (run.config.resume == "fresh" or _is_free(root, run)):
         own = root
     if own is None:
@@ -94,14 +95,17 @@ def _numbers_beside(root: Path) -> list[int]:
     return sorted(int(each) for each in endings if each.isdecimal() and len(each) < 10)
 
 
-def _is_own(root: Path, run: RunIdentity) -> bool:
+def _is_own(root: Path, run: RunIdentity, method: Method) -> bool:
     """Return whether this run began the directory, or nobody's configuration is there."""
     directory = RunDirectory(root)
     if not directory.config.is_file():
         return root.exists() and bool(committed_steps(root))
     trainer = directory.read_environment().get(TRAINER, run.trainer)
     before = RunIdentity(trainer, recorded(directory.config))
-    if trainer != run.trainer or settings_difference(before.config, run.config):
+    values = run.config.model_dump()
+    take_auto(values, before.config.model_dump())
+    now = method.with_defaults(RunConfig.model_validate(values))
+    if trainer != run.trainer or settings_difference(before.config, now):
         return False
     had = _inputs(before)
     new = _inputs(run)

@@ -28,6 +28,7 @@ from burnish.view.server import _json
 def make(name: str, rows: list[dict[str, float]], **settings: Any) -> Path:
     run = Path("runs", name)
     (run / "checkpoints").mkdir(parents=True)
+    (run / "checkpoints" / LEASE).touch()
     config = RunConfig.model_validate({"name": name, "steps": 4, **settings})
     (run / "config.yaml").write_text(dump_yaml(config))
     (run / "environment.json").write_text("{}")

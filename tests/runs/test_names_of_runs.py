@@ -43,6 +43,9 @@ def name_of(**settings: Any) -> str:
 def begin(*, step: int | None = 2, **settings: Any) -> str:
     """Leave what a run leaves: a configuration, a number, and perhaps a step. Return its name."""
     config = named_run(SFT, RunConfig.model_validate({**BASE, **settings}))
+    # A run records what auto is.
+    engine = config.engine.model_copy(update={"precision": "bf16"})
+    config = SFT.with_defaults(config.model_copy(update={"engine": engine}))
     directory = RunDirectory(config.directory)
     directory.root.mkdir(parents=True, exist_ok=True)
     directory.config.write_text(dump_yaml(config))
@@ -68,6 +71,10 @@ def test_another_experiment_gets_a_number_and_the_same_one_its_directory(work: P
     assert name_of(optim={"lr": 2.0}) == "smol-sft-2"
     assert name_of(optim={"lr": 2.0}, resume="fresh") == "smol-sft"
     assert name_of(optim={"lr": 1.0}, name="smol-sft") == "smol-sft"
+    assert begin(optim={"lr": 1.0}, model={"path": "smol", "lora": {"rank": 4}}) == "smol-sft-2"
+    assert name_of(optim={"lr": 1.0}, model={"path": "smol", "lora": {"rank": 4}}) == "smol-sft-2"
+    assert name_of(engine={"precision": "fp32"}) == "smol-sft-5"
+    assert name_of(engine={"precision": "bf16"}) == "smol-sft"
 
 
 def test_what_moved_is_the_same(work: Path) -> None:
