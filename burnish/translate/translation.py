@@ -222,7 +222,7 @@ def _written(
     lines = [f"# for burnish {method.name}"]
     if tree:
         lines += write_yaml(tree).splitlines()
-    for title, entries in _sections(arguments, framework):
+    for title, entries in _sections(arguments, framework, method):
         if entries:
             lines += ["", f"# {title}:", *(f"#   {entry}" for entry in entries)]
     try:
@@ -232,11 +232,16 @@ def _written(
     return "\n".join([*lines, "", f"# {_count(arguments)}"]) + "\n"
 
 
-def _sections(arguments: Arguments, framework: Framework | None) -> Iterator[tuple[str, list[str]]]:
+def _sections(
+    arguments: Arguments, framework: Framework | None, method: Method
+) -> Iterator[tuple[str, list[str]]]:
     """Yield titles and lines of what the settings do not show."""
     yield "Note", arguments.remarks
     if framework:
-        own = [f"{key}: {one_line(value)}" for key, value in _implied(arguments).items()]
+        implied = _implied(arguments)
+        if not method.generates:
+            implied = {_of_sft(key): value for key, value in implied.items()}
+        own = [f"{key}: {one_line(value)}" for key, value in implied.items()]
         yield f"Set because {framework.name} does it without being told", own
     lists = _lists(arguments)
     for title in _LISTS[1:]:

@@ -360,10 +360,10 @@ def _loss(arguments: Arguments) -> None:
     """Drop the dual clip of losses that have none; carry a warm-up that is a share of the steps."""
     if arguments.look_up("policy_loss.loss_mode") not in (None, "vanilla"):
         arguments.drop("only the loss vanilla has it", "clip_ratio_c")
-    share = arguments.number("lr_warmup_steps_ratio")
-    if share is not None and arguments.look_up("lr_warmup_steps") is None:
-        settings = {"optim.warmup_steps": share_text(share)} if share else {}
-        arguments.carry(settings, "lr_warmup_steps_ratio")
+    for name in ("lr_warmup_steps_ratio", "warmup_steps_ratio"):
+        share = arguments.number(name)
+        if share is not None and arguments.look_up("lr_warmup_steps") is None:
+            arguments.carry({"optim.warmup_steps": share_text(share)} if share else {}, name)
 
 
 def _validation(arguments: Arguments) -> None:

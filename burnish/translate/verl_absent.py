@@ -34,7 +34,8 @@ _PATTERNS = (
         "tracking.torch_profiler and tracking.profile_steps record steps",
     ),
     (r"distillation\.", "Burnish does not distil from a teacher"),
-    (r"(.*\.)?(multi_turn|multiturn|agent)\.|env\.", "Burnish does not support agents with tools"),
+    (r"(.*\.)?(multi_turn|agent)\.|env\.", "Burnish does not support agents with tools"),
+    (r"data\.multiturn\.enable$", "chats are recognised from their columns"),
     (rf"{_ROLLOUT}trace\.", "tracking.traces sends traces"),
     (rf"{_ROLLOUT}prometheus\.", "metrics.jsonl and tracking.trackers have all numbers"),
     (r".*\.qat\.", "quantized models are not trained"),
@@ -98,7 +99,7 @@ _PATTERNS = (
     ),
     (r"data\.(return_raw|ignore_input_ids|return_full)", "chats are kept as they are"),
     (r"data\.(image_|video_|audio_)|.*(freeze_vision|num_images)", "images are not supported"),
-    (r"data\.tools_key", "Burnish does not support agents with tools"),
+    (r"data\.(multiturn\.)?tools_key", "Burnish does not support agents with tools"),
     (r".*\bpad_(mode|to_length)$", "sequences are always packed, without padding"),
     (
         r".*(entropy_checkpointing|entropy_from_logits_\w*|fused_kernel_options\.\w+)$",

@@ -216,8 +216,16 @@ def test_what_several_arguments_of_verl_mean(words: str, settings: dict[str, Any
 def test_verls_program_on_demonstrations() -> None:
     words = "torchrun --nnodes=1 --nproc_per_node=8 -m verl.trainer.sft_trainer model.path=m data.train_files=a.parquet"
     got = yaml.safe_load(
-        translate_arguments([*words.split(), "optim.lr=2e-5", "data.messages_key=turns"])
+        translate_arguments(
+            [
+                *words.split(),
+                "optim.lr=2e-5",
+                "data.multiturn.messages_key=turns",
+                "optim.warmup_steps_ratio=0.1",
+            ]
+        )
     )
     assert (got["batch"], got["epochs"]) == ({"examples": 256}, 4)
-    assert (got["optim"]["lr"], got["data"]["messages_column"]) == (2e-5, "turns")
+    assert (got["optim"]["lr"], got["optim"]["warmup_steps"]) == (2e-5, "10%")
+    assert got["data"]["messages_column"] == "turns"
     assert (got["data"]["max_length"], "rollout" in got) == (1024, False)

@@ -75,6 +75,9 @@ def test_the_trainers_defaults_are_those_of_transformers(tmp_path: Path) -> None
     assert settings["optim"]["schedule"] == real.lr_scheduler_type
     assert settings["epochs"] == real.num_train_epochs
     assert settings["batch"]["examples"] == real.per_device_train_batch_size
+    text = translate_arguments(["trl", "sft", "--model_name_or_path", "m", "--seed", "1"])
+    assert "#   batch.examples: 8" in text
+    assert "batch.prompts" not in text
 
 
 @pytest.mark.parametrize("rank", [8, 32])
