@@ -45,8 +45,10 @@ def served(root: Path) -> Iterator[str]:
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
-        yield process.stdout.readline().strip()
-        process.send_signal(signal.SIGINT)
+        try:
+            yield process.stdout.readline().strip()
+        finally:
+            process.send_signal(signal.SIGINT)
 
 
 def ask(address: str, path: str, **parameters: Any) -> Any:
@@ -111,7 +113,7 @@ def make_pictures(options: Namespace) -> None:
             url = address + place
             if name == "report":
                 run = options.runs / unquote(place.split("/")[2])
-                url = write_report(run).as_uri()
+                url = write_report(run.absolute()).as_uri()
             for dark in (False, True)[: 1 + options.dark]:
                 tab.dark(dark)
                 path = options.out / f"view-{name}{'-dark' * dark}.webp"
