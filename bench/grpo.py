@@ -75,7 +75,7 @@ class ByFirstToken(StopRule):
         self._shortest = shortest
         self._choices = longest - shortest + 1
 
-    def ended(self, tokens: Sequence[int]) -> StopReason | None:
+    def ended(self, tokens: Sequence[int], max_tokens: int) -> StopReason | None:
         """See `StopRule.ended`."""
         return "length" if len(tokens) >= self._shortest + tokens[0] % self._choices else None
 

@@ -5,7 +5,7 @@ Losses are sums, divided once by global counts, so they do not depend on how the
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -143,13 +143,22 @@ class Batch:
 
     def by_example(self, arrays: Sequence[Floats]) -> dict[int, Floats]:
         """Split per-token arrays of micro-batches by index in the global example list."""
-        by_number: dict[int, Floats] = {}
-        for micro, numbers, array in zip(self.microbatches, self.examples, arrays, strict=True):
+        parts: dict[int, Floats] = {}
+        for array, spans in zip(arrays, self._spans(), strict=True):
+            parts |= {number: array[span] for number, span in spans}
+        return parts
+
+    def by_trained_tokens(self, arrays: Sequence[Floats]) -> dict[int, Floats]:
+        """Split as `by_example` does, and keep the entries of trained tokens."""
+        masks = self.by_example([micro.loss_mask.cpu().numpy() for micro in self.microbatches])
+        return {number: part[masks[number]] for number, part in self.by_example(arrays).items()}
+
+    def _spans(self) -> Iterator[list[tuple[int, slice]]]:
+        """Yield of each micro-batch the examples' indices and their places in it; filler has none."""
+        for micro, numbers in zip(self.microbatches, self.examples, strict=True):
             ends = micro.cu_seqlens.tolist()
-            for number, start, end in zip(numbers, ends[:-1], ends[1:], strict=True):
-                if number >= 0:
-                    by_number[number] = array[start:end]
-        return by_number
+            spans = map(slice, ends[:-1], ends[1:])
+            yield [pair for pair in zip(numbers, spans, strict=True) if pair[0] >= 0]
 
     def with_field(self, name: str, values: Iterable[Tensor | None]) -> Batch:
         """Replace a field of each micro-batch."""
@@ -172,15 +181,15 @@ class Batch:
         return self.with_field("experts", [None] * len(self.microbatches))
 
     def with_columns(self, columns: Mapping[str, Mapping[int, Floats]]) -> Batch:
-        """Add fields from fp32 arrays of this rank's examples. A shorter array fills the end of its example, after zeros."""
+        """Add fields from fp32 arrays over the trained tokens of this rank's examples; other tokens get 0."""
         batch = self
         for name, arrays in columns.items():
             filled = []
-            for micro, numbers in zip(self.microbatches, self.examples, strict=True):
-                whole = np.zeros(len(micro.input_ids), dtype=np.float32)
-                for number, end in zip(numbers, micro.cu_seqlens[1:].tolist(), strict=True):
-                    if number >= 0:
-                        whole[end - len(arrays[number]) : end] = arrays[number]
+            for micro, spans in zip(self.microbatches, self._spans(), strict=True):
+                mask = micro.loss_mask.numpy()
+                whole = np.zeros(len(mask), dtype=np.float32)
+                for number, span in spans:
+                    whole[span][mask[span]] = arrays[number]
                 filled.append(torch.from_numpy(whole))
             batch = batch.with_field(name, filled)
         return batch

@@ -21,7 +21,7 @@ Column = npt.NDArray[Any]
 _PROMPT = np.dtype(
     [("index", "i8"), ("length", "i4"), ("digest", "V16"), ("kind", "i4"), ("count", "i4")]
 )
-_INTEGERS = ("sample", "length", "kind")
+_INTEGERS = ("sample", "length", "drawn", "kind")
 _PART = "part/"
 # Length of the arrays of one repeated value that stand for the tokens of other ranks' rollouts.
 _MOST_TOKENS = 1 << 40
@@ -85,9 +85,15 @@ class RolloutTable:
                     tuple(rollout.reward_parts),
                 )
                 number = kinds.setdefault(kind, len(kinds))
-                rows.append((rollout.sample, len(completion.token_ids), number))
+                rows.append(
+                    (rollout.sample, len(completion.token_ids), completion.count_drawn, number)
+                )
         columns = dict(
-            zip(_INTEGERS, np.array(rows, np.int32).reshape(-1, 3).T.copy(), strict=True)
+            zip(
+                _INTEGERS,
+                np.array(rows, np.int32).reshape(-1, len(_INTEGERS)).T.copy(),
+                strict=True,
+            )
         )
         columns["reward"] = np.array([rollout.reward for rollout in objects], np.float64)
         if any(rollout.greedy_reward is not None for rollout in objects):
@@ -278,8 +284,13 @@ class RolloutTable:
 
     @property
     def lengths(self) -> Column:
-        """[N] int64, tokens of each completion."""
-        return self.rows["length"].astype(np.int64)
+        """[N] int64, tokens that the model drew in each completion."""
+        return self.rows["drawn"].astype(np.int64)
+
+    @property
+    def sequence_lengths(self) -> Column:
+        """[N] int64, all tokens of each sequence: the prompt's, the model's and an environment's."""
+        return self.prompt_lengths + self.rows["length"]
 
     @property
     def prompt_lengths(self) -> Column:

@@ -60,6 +60,10 @@ class Request:
     first_sample: int = 0
     drawn: int = 0
     """How many tokens at the end of `token_ids` were generated earlier. Completions continue after them and leave them out."""
+    turn: int = 0
+    """The turn of a conversation that is drawn, part of the key of its random numbers."""
+    max_tokens: int | None = None
+    """Longest completion, `drawn` included, if it is shorter than the sampling's."""
     prompt: Prompt | None = None
     """The prompt with its text and messages, for generators that take those."""
 
@@ -69,7 +73,7 @@ class Completion:
     """A generator's output for one sample."""
 
     token_ids: TokenIds
-    """The generated ids, including a stop id that ended the completion. May be empty."""
+    """The ids after the prompt, including a stop id that ended the completion. May be empty."""
     sampled_logprobs: Floats
     """Log-probability of each id under the distribution it was drawn from (after temperature, top-k, top-p, min-p)."""
     logprobs: Floats
@@ -86,6 +90,13 @@ class Completion:
     """The text from a generator that returns text; None: decode the token ids."""
     times: tuple[float, float, float] | None = None
     """Times of the request, the first and the last token, in seconds since 1970, if the generator knows them."""
+    response_mask: Mask | None = None
+    """In a conversation: which tokens the model drew. An environment wrote the others, whose log-probs are 0. None: it drew all."""
+
+    @property
+    def count_drawn(self) -> int:
+        """Return how many tokens the model drew."""
+        return len(self.token_ids) if self.response_mask is None else int(self.response_mask.sum())
 
     @property
     def versions(self) -> npt.NDArray[np.int64]:
@@ -94,6 +105,25 @@ class Completion:
         for version, first in self.later_versions:
             versions[first:] = version
         return versions
+
+
+_COUNTS = {
+    "token_ids": "tokens",
+    "sampled_logprobs": "tokens",
+    "logprobs": "tokens",
+    "experts": "experts",
+    "response_mask": "response_mask",
+}
+"""A completion's arrays, and the field of its description that says how many entries each has."""
+
+
+def described_arrays(completion: Completion) -> dict[str, int]:
+    """Return the numbers of entries of a completion's arrays, for `split_arrays`."""
+    counts = {"tokens": len(completion.token_ids)}
+    counts["experts"] = 0 if completion.experts is None else len(completion.experts)
+    if completion.response_mask is not None:
+        counts["response_mask"] = len(completion.response_mask)
+    return counts
 
 
 def joined_arrays(
@@ -107,6 +137,11 @@ def joined_arrays(
         "experts": [
             completion.experts for completion in completions if completion.experts is not None
         ],
+        "response_mask": [
+            completion.response_mask.astype(np.uint8)
+            for completion in completions
+            if completion.response_mask is not None
+        ],
     }
     return {name: np.concatenate(arrays) for name, arrays in parts.items() if arrays}
 
@@ -116,13 +151,13 @@ def split_arrays(
 ) -> Iterator[Completion]:
     """Undo `joined_arrays`; `described` has each completion's other fields and lengths. Raises `ValueError` for wrong lengths."""
     parts = {}
-    for name in ("token_ids", "sampled_logprobs", "logprobs", "experts"):
-        counts = [fields["experts" if name == "experts" else "tokens"] for fields in described]
+    for name, key in _COUNTS.items():
+        counts = [fields.get(key, 0) for fields in described]
         array = arrays.get(name, np.zeros(0, np.float32))
         if len(array) != sum(counts):
             raise ValueError(f"there are {len(array)} {name} of {sum(counts)} tokens")
         parts[name] = np.split(array, np.cumsum(counts, dtype=int)[:-1])
-    for fields, ids, sampled, raw, experts in zip(described, *parts.values(), strict=False):
+    for fields, ids, sampled, raw, experts, mask in zip(described, *parts.values(), strict=False):
         reason = fields["stop_reason"]
         times = fields.get("times")
         yield Completion(
@@ -134,6 +169,7 @@ def split_arrays(
             experts if fields["experts"] else None,
             tuple((int(number), int(first)) for number, first in fields["later_versions"]),
             times=tuple(times) if times else None,
+            response_mask=mask.astype(np.bool_) if fields.get("response_mask") else None,
         )
 
 

@@ -108,7 +108,7 @@ class Generator(Protocol):
     ) -> list[list[Completion]]:
         """Return each request's `samples` completions, in order.
 
-        Draw t of sample s depends on (`seed`, `step`, `prompt_key`, s, t) alone; t counts `drawn` tokens.
+        Draw t of sample s depends on (`seed`, `step`, `prompt_key`, s, `turn`, t) alone; t counts `drawn` tokens.
         """
 
     @abstractmethod
@@ -135,6 +135,11 @@ class Generator(Protocol):
         return
 
 
+def limit_of(request: Request, sampling: Sampling) -> int:
+    """Return the most tokens of a request's completions, `drawn` included."""
+    return min(sampling.max_tokens, request.max_tokens or sampling.max_tokens)
+
+
 def require_valid(
     requests: Sequence[Request], sampling: Sampling, max_positions: int | None
 ) -> None:
@@ -147,10 +152,11 @@ def require_valid(
                 want="at least one token",
                 do="remove it, or correct the chat template",
             )
-        if max_positions is not None and length + sampling.max_tokens > max_positions:
+        room = limit_of(request, sampling)
+        if max_positions is not None and length + room > max_positions:
             raise UsageError(
                 f"prompt {request.prompt_key} and its completion may exceed the model's positions",
-                have=f"{length} prompt tokens + {sampling.max_tokens} new ones",
+                have=f"{length} prompt tokens + {room} new ones",
                 want=f"at most {max_positions}, the model's longest sequence",
                 do="lower data.max_prompt_length or rollout.max_response_length",
             )

@@ -20,8 +20,8 @@ from burnish.boxes.box import Box
 from burnish.boxes.shards import Shard, TensorSpec
 from burnish.errors import BurnishError, IncompatibleError, MissingError, UsageError
 from burnish.records import Completion, Request
-from burnish.records.samples import joined_arrays, split_arrays
-from burnish.rollout.base import Sampling
+from burnish.records.samples import described_arrays, joined_arrays, split_arrays
+from burnish.rollout.base import Sampling, limit_of
 
 Array = np.ndarray[Any, Any]
 Parts = list[bytes | memoryview]
@@ -126,7 +126,15 @@ def encode_requests(
 ) -> Parts:
     """Encode requests for completions by a version of `owner`'s weights, `in_flight` also by later ones."""
     rows = [
-        [each.prompt_key, len(each.token_ids), each.samples, each.first_sample, each.drawn]
+        [
+            each.prompt_key,
+            len(each.token_ids),
+            each.samples,
+            each.first_sample,
+            each.drawn,
+            each.turn,
+            each.max_tokens,
+        ]
         for each in requests
     ]
     ids = np.concatenate([np.zeros(0, np.int64), *(each.token_ids for each in requests)])
@@ -149,8 +157,8 @@ def read_requests(message: Message) -> tuple[list[Request], Sampling, int]:
     rows = fields["requests"]
     ids = np.split(message.arrays["token_ids"], np.cumsum([length for _, length, *_ in rows])[:-1])
     requests = [
-        Request(key, tokens, samples, first, drawn=drawn)
-        for (key, _, samples, first, drawn), tokens in zip(rows, ids, strict=bool(rows))
+        Request(key, tokens, samples, first, drawn=drawn, turn=turn, max_tokens=most)
+        for (key, _, samples, first, drawn, turn, most), tokens in zip(rows, ids, strict=bool(rows))
     ]
     return requests, Sampling(**settings), int(fields["version"])
 
@@ -160,12 +168,11 @@ def encode_completions(groups: Sequence[Sequence[Completion]]) -> Parts:
     completions = [completion for group in groups for completion in group]
     described = [
         {
-            "tokens": len(completion.token_ids),
+            **described_arrays(completion),
             "stop_reason": completion.stop_reason,
             "weights_version": completion.weights_version,
             "later_versions": completion.later_versions,
             "times": completion.times,
-            "experts": 0 if completion.experts is None else len(completion.experts),
         }
         for completion in completions
     ]
@@ -211,9 +218,10 @@ def _require_length(
     fields: Mapping[str, Any], request: Request, sampling: Sampling, *, partial: bool
 ) -> None:
     count = fields["tokens"]
-    room = sampling.max_tokens - request.drawn
+    limit = limit_of(request, sampling)
+    room = limit - request.drawn
     if type(count) is not int or not (1 - partial) <= count <= room:
-        raise ValueError(f"a completion does not have 1 to {sampling.max_tokens} tokens")
+        raise ValueError(f"a completion does not have 1 to {limit} tokens")
     if fields["stop_reason"] == "length" and count != room:
         raise ValueError(f"a completion ends at {count} tokens, and its limit is {room}")
     read = len(request.token_ids) + count - 1

@@ -18,6 +18,7 @@ from burnish.rollout.base import (
     RunningRequest,
     Sampling,
     Watch,
+    limit_of,
     require_valid,
 )
 from burnish.rollout.builtin.sampling import stream_key
@@ -30,7 +31,7 @@ _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 
 class StopRule:
-    """Ends a completion: at a token id, a stop string, or its length.
+    """Ends a completion: at a token id, a stop string, or its length limit.
 
     The token that completes a stop string is kept: training sees whole tokens.
     """
@@ -49,14 +50,13 @@ class StopRule:
             have = list(sampling.stop_strings)
             raise UsageError("a stop string is empty", have=have, do="remove it from rollout.stop")
         self._ids = frozenset(eos_token_ids) | frozenset(sampling.stop_token_ids)
-        self._max_tokens = sampling.max_tokens
         self._strings = sampling.stop_strings
         self._decode = decode or str
         self._endings = frozenset(string[-1] for string in self._strings)
         self._needed = max(map(len, self._strings), default=0) + _MARGIN
         self._candidates: dict[int, bool] = {}
 
-    def ended(self, tokens: Sequence[int]) -> StopReason | None:
+    def ended(self, tokens: Sequence[int], max_tokens: int) -> StopReason | None:
         """Return why the last of `tokens` ends them, or None. Call it after each token."""
         if tokens[-1] in self._ids:
             return "stop"
@@ -64,7 +64,7 @@ class StopRule:
             tail = self._tail(tokens)
             if any(string in tail for string in self._strings):
                 return "stop"
-        return "length" if len(tokens) >= self._max_tokens else None
+        return "length" if len(tokens) >= max_tokens else None
 
     def _may_complete(self, token: int) -> bool:
         """Return whether the token can end with the last character of a stop string.
@@ -100,6 +100,8 @@ class Running:
     """Key of the completion's random numbers."""
     drawn: int
     """How many of the prompt's last tokens an earlier request drew."""
+    max_tokens: int
+    """The completion's length limit, `drawn` included."""
     tokens: list[int]
     """The tokens drawn earlier, then this request's own."""
     experts: list[Experts] = field(default_factory=list)
@@ -114,6 +116,11 @@ class Running:
     """When its last token came."""
 
     @property
+    def room(self) -> int:
+        """Return the most tokens that this request may draw."""
+        return self.max_tokens - self.drawn
+
+    @property
     def own(self) -> list[int]:
         """Return the tokens of this request."""
         return self.tokens[self.drawn :]
@@ -126,7 +133,7 @@ class Running:
         self.last = now
         for token in tokens:
             self.tokens.append(token)
-            self.reason = rule.ended(self.tokens)
+            self.reason = rule.ended(self.tokens, self.max_tokens)
             if self.reason is not None:
                 return True
         return False
@@ -147,9 +154,13 @@ class Running:
 
 def _start(request: Request, sampling: Sampling, make: Callable[..., R]) -> list[R]:
     samples = range(request.first_sample, request.first_sample + request.samples)
-    keys = [stream_key(sampling.seed, sampling.step, request.prompt_key, s) for s in samples]
+    keys = [
+        stream_key(sampling.seed, sampling.step, request.prompt_key, sample, request.turn)
+        for sample in samples
+    ]
     begun = request.token_ids[len(request.token_ids) - request.drawn :].tolist()
-    return [make(key=key, drawn=request.drawn, tokens=[*begun]) for key in keys]
+    limit = limit_of(request, sampling)
+    return [make(key=key, drawn=request.drawn, tokens=[*begun], max_tokens=limit) for key in keys]
 
 
 class LocalGenerator(Generator, Generic[R]):

@@ -20,7 +20,7 @@ from burnish.files.safetensors import build_header, header_size, parse_header
 from burnish.files.strict_json import clipped, parse_json
 from burnish.records import Completion, Prompt, Rollout
 from burnish.records.rollout_table import RolloutTable
-from burnish.records.samples import joined_arrays, split_arrays
+from burnish.records.samples import described_arrays, joined_arrays, split_arrays
 from burnish.rollout.in_flight import SampleKey
 from burnish.runs.drawn_batch import DrawnBatch
 from burnish.tracking.trackers import json_number, json_numbers, numbers
@@ -111,8 +111,7 @@ def _fields(rollout: Rollout) -> dict[str, Any]:
     greedy = rollout.greedy_reward
     return {
         "sample": rollout.sample,
-        "tokens": len(completion.token_ids),
-        "experts": 0 if completion.experts is None else len(completion.experts),
+        **described_arrays(completion),
         "text": rollout.text,
         "stop_reason": completion.stop_reason,
         "weights_version": completion.weights_version,
@@ -130,8 +129,7 @@ def _partial_line(key: SampleKey, completion: Completion) -> str:
         "sample": key.sample,
         "greedy": key.greedy,
         "prompt": key.prompt,
-        "tokens": len(completion.token_ids),
-        "experts": 0 if completion.experts is None else len(completion.experts),
+        **described_arrays(completion),
         "stop_reason": completion.stop_reason,
         "weights_version": completion.weights_version,
         "later_versions": completion.later_versions,

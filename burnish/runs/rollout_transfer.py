@@ -50,7 +50,7 @@ def _arriving(
         yield from ((number, table.rollout(number)) for number in order if layout.is_main)
         return
     numbers_of_all = np.asarray(order, np.int64)
-    rounds = np.cumsum(1 + table.lengths[numbers_of_all]) // _ROUND_TOKENS
+    rounds = np.cumsum(table.sequence_lengths[numbers_of_all]) // _ROUND_TOKENS
     for numbers in np.split(numbers_of_all, np.flatnonzero(np.diff(rounds)) + 1):
         own_rollouts = {
             n: table.rollout(n) for n in numbers[table.owners[numbers] == layout.rank].tolist()

@@ -16,6 +16,8 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Se
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+import numpy as np
+
 from burnish.errors import CorruptError
 from burnish.files.storage import open_regular
 from burnish.tracking.rundir import write_atomically
@@ -23,7 +25,7 @@ from burnish.tracking.trackers import json_line, json_number, json_numbers
 
 if TYPE_CHECKING:  # the record's module loads torch, which readers of rollouts do not need
     from burnish.records.rollout_table import RolloutTable
-    from burnish.records.samples import Floats, Prompt, Rollout
+    from burnish.records.samples import Floats, Mask, Prompt, Rollout
 
 Kind = Literal["step", "validation"]
 Row = dict[str, Any]
@@ -78,10 +80,17 @@ def write_rollouts(
                 if token_texts is not None:
                     completion = rollout.completion
                     numbers = by_token or {}  # lacks untrained completions
-                    values = {name: column[i] for name, column in numbers.items() if i in column}
+                    mask = completion.response_mask
+                    values = {
+                        name: _on_all_tokens(column[i], mask)
+                        for name, column in numbers.items()
+                        if i in column
+                    }
                     texts = token_texts(completion.token_ids.tolist())
                     row["tokens"] = {"texts": texts, "logprobs": _rounded(completion.logprobs)}
                     row["tokens"] |= {name: _rounded(value) for name, value in values.items()}
+                    if mask is not None:
+                        row["tokens"]["by_model"] = mask.tolist()
                 chosen_rows[i] = row
             else:
                 yield _encoded(row)
@@ -95,6 +104,15 @@ def write_rollouts(
     else:
         path.unlink(missing_ok=True)
     return dict(sorted(chosen_rows.items()))
+
+
+def _on_all_tokens(values: Floats, mask: Mask | None) -> Floats:
+    """Return numbers of the tokens that the model drew, with 0 for those that an environment wrote."""
+    if mask is None:
+        return values
+    spread = np.zeros(len(mask), np.float32)
+    spread[mask] = values
+    return spread
 
 
 def _rounded(values: Floats) -> list[float | str]:
@@ -138,7 +156,7 @@ def _row(step: int, rollout: Rollout, advantage: float | None) -> Row:
         "reward_error": rollout.reward_error,
         "advantage": None if advantage is None else json_number(float(advantage)),
         "stop_reason": rollout.completion.stop_reason,
-        "length": len(rollout.completion.token_ids),
+        "length": rollout.completion.count_drawn,
         "weights_version": rollout.completion.weights_version,
         "source": rollout.prompt.source,
         **({"later_versions": later} if (later := rollout.completion.later_versions) else {}),

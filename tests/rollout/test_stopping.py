@@ -25,7 +25,7 @@ METASPACE.decoder = decoders.Metaspace()
 def ends_at(rule: StopRule, tokens: Sequence[int]) -> int | None:
     """Tokens of the completion when the rule ends it; None when it does not."""
     for count in range(1, len(tokens) + 1):
-        if rule.ended(tokens[:count]):
+        if rule.ended(tokens[:count], 1000):
             return count
     return None
 
@@ -78,10 +78,10 @@ def test_most_tokens_cost_no_decoding() -> None:
 )
 def test_ids(token: int, reason: str | None) -> None:
     rule = StopRule(Sampling(10, stop_token_ids=(8,)), (7,), None)
-    assert rule.ended([1, 2, token]) == reason
+    assert rule.ended([1, 2, token], 10) == reason
 
 
 def test_length_and_an_id_at_the_last_token() -> None:
     rule = StopRule(Sampling(3), (7,), None)
-    assert rule.ended([1, 2, 3]) == "length"
-    assert rule.ended([1, 2, 7]) == "stop"
+    assert rule.ended([1, 2, 3], 3) == "length"
+    assert rule.ended([1, 2, 7], 3) == "stop"

@@ -445,7 +445,10 @@ def test_the_processor_for_runner_v2_draws_the_same() -> None:
     before = (2, 0, 3)
     for slot, sampling, count in zip(slots, samplings, before, strict=True):
         assert processor.add_request(
-            slot, logits_processor_v1.request_params(sampling, int(slot) * 1001, count)
+            slot,
+            logits_processor_v1.request_params(
+                sampling, int(slot) * 1001, count, sampling.max_tokens - count
+            ),
         )
     drawn = torch.tensor([0, 5, 2])
     context = SimpleNamespace(

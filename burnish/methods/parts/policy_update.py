@@ -47,7 +47,7 @@ class StepAdvantages:
     advantages: Floats
     """[N] how much better each rollout was than expected: the mean over its tokens."""
     by_token: Mapping[str, Mapping[int, Floats]]
-    """Arrays over completion tokens, by field of `Example` and then by rollout, for this rank's micro-batches."""
+    """Arrays over the tokens that the model drew, by field of `Example` and then by rollout, for this rank's micro-batches."""
     stats: Stats
     """The critic's `critic/...` metrics; empty without a critic."""
     kl: float = 0.0
@@ -223,7 +223,7 @@ class PolicyUpdate:
         for batch in batches:
             outputs = self.critic.engine.forward(batch.without_experts())
             rows = [_to_numpy(output.values) for output in outputs]
-            values |= _cut_prompts(table, batch, rows)
+            values |= batch.by_trained_tokens(rows)
         return values
 
     def with_logprobs(self, batches: Sequence[Batch], step: int) -> list[Batch]:
@@ -304,11 +304,14 @@ class PolicyUpdate:
         completion = rollout.completion
         is_old = column == "old_logprobs"
         logprobs = completion.logprobs if is_old else completion.sampled_logprobs
+        drawn = completion.response_mask
+        if drawn is None:
+            drawn = np.ones(len(completion.token_ids), np.bool_)
         zeros = np.zeros(len(prompt), dtype=np.float32)
         arrays: dict[str, Any] = {column: np.concatenate([zeros, logprobs])} if column else {}
         return Example(
             token_ids=np.concatenate([prompt, completion.token_ids]),
-            loss_mask=np.arange(len(prompt) + len(completion.token_ids)) >= len(prompt),
+            loss_mask=np.concatenate([np.zeros(len(prompt), np.bool_), drawn]),
             experts=_to_the_end(completion.experts) if self._replays_rollout else None,
             **arrays,
         )
@@ -335,7 +338,7 @@ class PolicyUpdate:
                 )
                 for ours, theirs in zip(policy, reference, strict=True)
             ]
-            estimates |= _cut_prompts(table, batch, rows)
+            estimates |= batch.by_trained_tokens(rows)
         return estimates
 
     def disagreement(self, table: RolloutTable, large: float) -> Column:
@@ -355,7 +358,7 @@ class PolicyUpdate:
         ]
         own = {
             number: (apart.sum(dtype=float), (apart > large).sum(), apart.max(), apart.argmax())
-            for number, apart in _cut_prompts(table, batch, rows).items()
+            for number, apart in batch.by_trained_tokens(rows).items()
         }
         return self._gather(table, own, columns=4)
 
@@ -380,7 +383,8 @@ class PolicyUpdate:
         columns: dict[str, tuple[int, ...]] = {column: ()} if column else {}
         if self._replays_rollout:
             columns["experts"] = _experts_of_a_token(table, numbers)
-        return Outlines(starts + trained, starts, trained, digests[prompts], columns)
+        lengths = table.sequence_lengths[numbers]
+        return Outlines(lengths, starts, trained, digests[prompts], columns)
 
     def _batch(self, table: RolloutTable, numbers: Column, column: str | None = None) -> Batch:
         """Return this rank's part of a batch of rollouts. Collective."""
@@ -403,19 +407,13 @@ class PolicyUpdate:
 
 
 def _scored_lengths(table: RolloutTable) -> Column:
-    """[N] tokens of each completion, 0 if it has no reward."""
+    """[N] tokens that the model drew in each completion, 0 if it has no reward."""
     return np.where(table.is_scored, table.lengths, 0)
 
 
 def _rollouts_of(batches: Iterable[Batch]) -> list[int]:
     """The rollouts in this rank's micro-batches."""
     return [n for batch in batches for numbers in batch.examples for n in numbers if n >= 0]
-
-
-def _cut_prompts(table: RolloutTable, batch: Batch, rows: Sequence[Floats]) -> dict[int, Floats]:
-    """Cut the completions' tokens out of rows over whole sequences."""
-    starts = table.prompt_lengths
-    return {n: row[starts[n] :] for n, row in batch.by_example(rows).items()}
 
 
 def _part_weights(config: RewardConfig) -> dict[str, float]:
@@ -435,7 +433,7 @@ def _experts_of_a_token(table: RolloutTable, numbers: Column) -> tuple[int, ...]
     shapes = [kind.experts and kind.experts[0] for kind in table.kinds]
     of_kind = table.by_kind(lambda kind: -1 if kind.experts is None else kind.experts[0][0])
     reported = of_kind[numbers]
-    tokens = (table.prompt_lengths + table.lengths)[numbers]
+    tokens = table.sequence_lengths[numbers]
     for place in np.flatnonzero(reported != tokens - 1)[:1]:
         index = table.rollout(numbers[place]).prompt.index
         raise BurnishError(

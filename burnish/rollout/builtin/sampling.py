@@ -1,6 +1,6 @@
 """Turn logits into tokens.
 
-Every completion has a 64-bit key, derived from (run seed, step, prompt, sample). Its number t is the t-th output of splitmix64
+Every completion has a 64-bit key, derived from (run seed, step, prompt, sample, turn). Its number t is the t-th output of splitmix64
 seeded with that key (Steele, Lea and Flood, OOPSLA 2014): z = key + (t + 1)·γ mod 2^64, then two rounds of xor-shift and
 multiply.
 
@@ -116,9 +116,10 @@ def _first_above(running: Tensor, goal: Tensor) -> Tensor:
     return index.clamp_(max=running.shape[-1] - 1)
 
 
-def stream_key(seed: int, step: int, prompt_key: int, sample: int) -> int:
+def stream_key(seed: int, step: int, prompt_key: int, sample: int, turn: int = 0) -> int:
     """Return the signed 64-bit key of a completion's random numbers."""
-    return _signed(derive_seed(seed, "rollout", step, prompt_key, sample))
+    turns = (turn,) if turn else ()  # the first turn has the key of a single answer
+    return _signed(derive_seed(seed, "rollout", step, prompt_key, sample, *turns))
 
 
 def uniforms(keys: Tensor, counts: Tensor) -> Tensor:

@@ -191,7 +191,9 @@ class SglangGenerator(EngineGenerator):
         """Request completions; yield messages about each as it grows."""
         stop = {*self._eos_token_ids, *sampling.stop_token_ids}
         params = [
-            self._worker.custom_params(sampling, request.key, request.drawn, sorted(stop))
+            self._worker.custom_params(
+                sampling, request.key, request.drawn, request.room, sorted(stop)
+            )
             | {"stream_interval": 1 if sampling.stop_strings else _CHUNK}
             for request in running
         ]

@@ -32,11 +32,13 @@ TOP = 3
 """How many of the largest log-probs `read` needs."""
 
 
-def custom_params(sampling: Sampling, key: int, drawn: int, stop: Sequence[int]) -> dict[str, Any]:
-    """Return SGLang's parameters for a completion; ids of `stop` end it."""
+def custom_params(
+    sampling: Sampling, key: int, drawn: int, room: int, stop: Sequence[int]
+) -> dict[str, Any]:
+    """Return SGLang's parameters for at most `room` tokens of a completion; ids of `stop` end it."""
     return {
         "temperature": 0.0,
-        "max_new_tokens": sampling.max_tokens - drawn,
+        "max_new_tokens": room,
         "stop_token_ids": list(stop),
         "custom_params": {_ARGUMENT: [key, drawn, *draw_settings(sampling)]},
     }

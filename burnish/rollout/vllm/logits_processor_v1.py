@@ -28,11 +28,11 @@ _ARGUMENT = "burnish"
 _LEAST = 1e-37
 
 
-def request_params(sampling: Sampling, key: int, drawn: int) -> SamplingParams:
-    """Return vLLM's parameters for a completion with this key and number of `drawn` tokens."""
+def request_params(sampling: Sampling, key: int, drawn: int, room: int) -> SamplingParams:
+    """Return vLLM's parameters for at most `room` tokens of a completion with this key and number of `drawn` tokens."""
     return SamplingParams(
         temperature=0.0,
-        max_tokens=sampling.max_tokens - drawn,
+        max_tokens=room,
         logprobs=2,
         flat_logprobs=True,
         ignore_eos=True,

@@ -212,7 +212,9 @@ class VllmGenerator(EngineGenerator):
         lora = self._worker.ADAPTER if self._peft_config else None
         try:
             for request in running:
-                params = self._draws.request_params(sampling, request.key, request.drawn)
+                params = self._draws.request_params(
+                    sampling, request.key, request.drawn, request.room
+                )
                 prompt = {"prompt_token_ids": request.prompt}
                 self._engine.add_request(request.number, prompt, params, lora_request=lora)
             while pending:
