@@ -15,9 +15,11 @@ imported on first use.
 from burnish.version import __version__
 
 _OF_API = ("Result", "evaluate", "load_config", "rl", "run", "sft")
+_OF_ENVIRONMENTS = ("Action", "Environment", "EnvironmentFailure", "Observation", "ToolCall")
 
 __all__ = [
     *_OF_API,
+    *_OF_ENVIRONMENTS,
     "BurnishError",
     "Engine",
     "Generator",
@@ -35,6 +37,10 @@ def __getattr__(name: str) -> object:
         from burnish import api
 
         return getattr(api, name)
+    if name in _OF_ENVIRONMENTS:
+        from burnish.environments import base
+
+        return getattr(base, name)
     if name == "BurnishError":
         from burnish.errors import BurnishError
 
@@ -60,7 +66,7 @@ def __getattr__(name: str) -> object:
 
         return OfflineMethod
     if name == "Section":
-        from burnish.config.schema import Section
+        from burnish.config.section import Section
 
         return Section
     if name == "Tracker":

@@ -227,6 +227,11 @@ POLICY_LOSSES: Registry = {
 }
 """Functions of `algorithm.policy_loss`."""
 
+ENVIRONMENTS: Mapping[str, str] = {
+    "reasoning_gym": "burnish.environments.reasoning_gym:ReasoningGym"
+}
+"""Classes that adapt packages, by their settings in `rollout.environment`."""
+
 REWARDS: Registry = {
     name: f"burnish.rewards.builtin:{name}"
     for name in ("exact_match", "numeric", "regex", "math_verify")

@@ -18,7 +18,8 @@ from burnish.config.constraints import (
     settings_among,
     validation_notices,
 )
-from burnish.config.schema import FormulaConfig, RunConfig, Section
+from burnish.config.schema import FormulaConfig, RunConfig
+from burnish.config.section import Section
 from burnish.errors import BurnishError, UsageError
 
 if TYPE_CHECKING:

@@ -14,14 +14,8 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from burnish.config.document import one_line
-from burnish.config.schema import (
-    EngineConfig,
-    FormulaConfig,
-    ModelConfig,
-    RunConfig,
-    Section,
-    is_remote,
-)
+from burnish.config.schema import EngineConfig, FormulaConfig, ModelConfig, RunConfig, is_remote
+from burnish.config.section import Section
 from burnish.config.shares import exact_part
 from burnish.errors import BurnishError, UsageError, count_text, together
 from burnish.extend import ENGINES, GENERATORS, TRACKERS, Table
@@ -123,6 +117,13 @@ _OF_SAMPLING: Sequence[_Constraint] = (
     ("rollout.tensor_parallel", "rollout.engine=vllm|sglang|FILE:NAME", ""),
     ("rollout.servers", "rollout.place=servers", ""),
     ("rollout.engine=sglang", "model.lora.publish=merged", "it loads whole models only"),
+    ("rollout.environment.function", "rollout.environment.reasoning_gym=null", "one is enough"),
+    ("rollout.environment", "rollout.in_flight=false", "a conversation takes its turns in waves"),
+    (
+        "rollout.environment",
+        "rollout.engine=builtin|vllm|sglang|FILE:NAME",
+        "an endpoint has no ids",
+    ),
 )
 _OF_ENDPOINTS: Sequence[_Constraint] = (
     ("rollout.engine=openai", "rollout.url", ""),
@@ -560,11 +561,11 @@ def example_problems(config: RunConfig) -> Iterator[BurnishError]:
 def reward_problems(config: RunConfig) -> Iterator[BurnishError]:
     """Yield why a policy cannot learn from rewards."""
     yield from _broken(config, (*_OF_RL, *_OF_SAMPLING))
-    if not config.reward.given:
+    if not config.scores:
         yield UsageError(
             "there is no reward to learn from",
             have="reward.functions: []",
-            want="at least one reward function or reward model",
+            want="at least one reward function, reward model, or an environment that rewards",
             do="set reward.functions=numeric, or file.py:function of your own",
         )
     if config.algorithm.overlong.buffer > config.rollout.max_response_length:

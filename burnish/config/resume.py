@@ -13,7 +13,8 @@ from pathlib import PurePath
 from typing import Any
 
 from burnish.config.credentials import without_credentials
-from burnish.config.schema import MAY_CHANGE, RunConfig, Section
+from burnish.config.schema import RunConfig
+from burnish.config.section import MAY_CHANGE, Section
 from burnish.errors import IncompatibleError, UsageError, table
 
 

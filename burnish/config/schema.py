@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import (
-    BaseModel,
     ConfigDict,
     Field,
     GetJsonSchemaHandler,
@@ -21,19 +20,15 @@ from pydantic import (
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core.core_schema import CoreSchema
 
+from burnish.config.environment import EnvironmentConfig
+from burnish.config.section import MayChange, Section
+
 _LOGITS_AT_ONCE = 1 << 28
 """Logits that exist at one time if `engine.logprob_chunk` is not given."""
 
 MOST_SLOTS = 512
 """Most sequences that a device generates at one time if `rollout.slots` is auto."""
 
-Value = TypeVar("Value")
-MAY_CHANGE = {"may_change_on_resume": True}
-MayChange = Annotated[Value, Field(json_schema_extra=MAY_CHANGE)]
-"""The type of a setting, or of a whole section, that may change when a run is resumed.
-
-It decides how fast, how long or how visibly a run works, and not what a step computes.
-"""
 FunctionName = Annotated[str, Field(pattern=r"^.+:[A-Za-z_]\w*$")]
 """file.py:name or module:name."""
 ExtensionName = Annotated[str, Field(pattern=r"^([A-Za-z][\w.-]*|.+:[A-Za-z_]\w*)$")]
@@ -70,23 +65,6 @@ AggregationKind = Literal[
     "token_mean", "token_sum", "sequence_mean", "sequence_sum", "sequence_sum_fixed"
 ]
 KLEstimator = Literal["k1", "k2", "k3"]
-
-
-class Section(BaseModel):
-    """A frozen group of settings, without unknown keys and conversions of types."""
-
-    model_config = ConfigDict(
-        extra="forbid",
-        frozen=True,
-        strict=True,
-        use_attribute_docstrings=True,
-        allow_inf_nan=False,
-    )
-
-    @model_validator(mode="before")
-    @classmethod
-    def _read_nothing_as_defaults(cls, value: Any) -> Any:
-        return {} if value is None else value
 
 
 class LoraConfig(Section):
@@ -332,6 +310,8 @@ class RolloutConfig(SamplingConfig):
     """Completions per prompt, which form a group."""
     max_response_length: int = Field(256, ge=1)
     """Maximum length of a completion, in tokens."""
+    environment: EnvironmentConfig = EnvironmentConfig()
+    """What the model talks with."""
     stop: list[Annotated[str, Field(min_length=1)]] = []
     """Texts that end a completion, besides the model's end-of-sequence ids. The completion keeps the text and the whole token that completes it: they are trained on, and rewards see them, special tokens too. Rewards never see an end-of-sequence token."""
     stop_token_ids: list[Annotated[int, Field(ge=0)]] = []
@@ -869,6 +849,11 @@ class RunConfig(Section):
             "lora": self.model.adapter_beside,
         }
         return {name: value for name, value in options.items() if value is not None}
+
+    @property
+    def scores(self) -> bool:
+        """Whether completions get rewards: from functions, models or an environment."""
+        return self.reward.given or self.rollout.environment.target is not None
 
     @property
     def longest_completed(self) -> int:

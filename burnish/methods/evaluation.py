@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from burnish.config.constraints import endpoint_problems, model_problems, sampling_problems
-from burnish.config.schema import RunConfig, Section
+from burnish.config.schema import RunConfig
+from burnish.config.section import Section
 from burnish.errors import BurnishError
 from burnish.method import Method
 from burnish.methods.rl import dry_runs_of_judges
@@ -59,7 +60,7 @@ class Evaluation(Method):
         """See `Method.facts`."""
         from burnish.runs.summary import sampling_text
 
-        if config.reward.given:
+        if config.scores:
             samples = f"{config.evaluation.n} per prompt, {sampling_text(config.evaluation)}"
             yield "completions", samples
         else:
@@ -78,7 +79,7 @@ class Evaluation(Method):
         """See `Method.dataset`."""
         from burnish.runs.setup import Foundation, example_dataset, prompt_dataset
 
-        if not foundation.config.reward.given:
+        if not foundation.config.scores:
             assert isinstance(foundation, Foundation)
             return example_dataset(foundation, paths, setting, first, progress)
         return prompt_dataset(foundation, paths, setting, first, pool, progress)

@@ -38,7 +38,7 @@ def check_layout(config: RunConfig) -> None:
 def checked_models(policy: Foundation) -> dict[str, Foundation]:
     """Return the models that a run trains, by name."""
     config = policy.config
-    if config.reward.given and config.algorithm.advantage.name == "gae":
+    if config.scores and config.algorithm.advantage.name == "gae":
         return {"policy": policy, "critic": critic_foundation(policy)}
     return {"policy": policy}
 

@@ -52,4 +52,4 @@ def load_method(name: str) -> Method:
 def method_meant_by(config: RunConfig) -> Method:
     """Return the training method that a configuration is written for: one that generates if there is a reward."""
     trained = [method for method in METHODS.values() if method.trains]
-    return next(method for method in trained if method.generates == config.reward.given)
+    return next(method for method in trained if method.generates == config.scores)

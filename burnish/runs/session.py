@@ -182,7 +182,7 @@ def _explaining_out_of_memory(session: Session) -> Iterator[None]:
 def _require_extensions(config: RunConfig) -> None:
     """Raise `UsageError` for a class of the user's that lacks something, before models are loaded."""
     ENGINES.load(config.engine.kind, "engine.kind", ["lora"] if config.model.adapter else [])
-    if config.reward.given and config.rollout.place != "servers":
+    if config.scores and config.rollout.place != "servers":
         GENERATORS.load(config.rollout.engine, "rollout.engine", config.generator_options)
     for name in config.tracking.trackers:
         load_tracker(name)

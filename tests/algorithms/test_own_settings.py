@@ -13,13 +13,8 @@ from burnish.algorithms.base import (
     load_advantage,
     load_policy_loss,
 )
-from burnish.config.schema import (
-    AdvantageConfig,
-    AlgorithmConfig,
-    PolicyLossConfig,
-    PPOSettings,
-    Section,
-)
+from burnish.config.schema import AdvantageConfig, AlgorithmConfig, PolicyLossConfig, PPOSettings
+from burnish.config.section import Section
 from burnish.errors import UsageError
 from burnish.extend import POLICY_LOSSES
 

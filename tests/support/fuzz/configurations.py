@@ -9,7 +9,8 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from hypothesis import strategies as st
 
-from burnish.config.schema import FormulaConfig, RunConfig, Section
+from burnish.config.schema import FormulaConfig, RunConfig
+from burnish.config.section import Section
 
 TEXT = st.text(
     st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=12

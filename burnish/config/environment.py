@@ -1,0 +1,49 @@
+"""Settings of conversations: what the model talks with."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field
+
+from burnish.config.section import MayChange, Section
+from burnish.extend import ENVIRONMENTS
+
+
+class EnvironmentConfig(Section):
+    """What the model talks with: tools, a game, a simulated user."""
+
+    function: str | None = None
+    """A class with the methods of `burnish.Environment`, as file.py:Class or module:Class. One object is one conversation. null: the model gives one answer to each prompt."""
+    reasoning_gym: str | None = None
+    """A data set of the package reasoning-gym, such as chain_sum, in place of `function` and `data.train`. It makes the prompts and scores the answers."""
+    kwargs: dict[str, Any] = {}
+    """Arguments of its constructor, by name. reasoning_gym: `size` and `seed` of the data set, and its own settings."""
+    max_turns: int = Field(8, ge=1)
+    """Maximum number of turns that the model takes. `rollout.max_response_length` limits all tokens after the prompt, those of the environment included."""
+    max_calls: int = Field(32, ge=0)
+    """Maximum number of tool calls in a conversation. Calls above it are not made, and the conversation ends."""
+    max_reply_tokens: int = Field(1024, ge=1)
+    """Maximum length of the environment's answer, in tokens. A longer one ends the conversation."""
+    max_unreadable_turns: int = Field(2, ge=0)
+    """How many turns in a row may have a call that cannot be read. The model is told why. One more ends the conversation."""
+    history: Literal["exact", "appended"] = "exact"
+    """How a conversation grows. exact: refuse a chat template that writes earlier turns otherwise than the model said them, such as without thoughts. appended: keep every turn as it was said."""
+    timeout_seconds: MayChange[float] = Field(30.0, gt=0)
+    """Deadline of each call of an environment. A conversation whose environment is late is dropped, and its process starts again."""
+    workers: MayChange[int] = Field(4, ge=1)
+    """Processes that run environments, beside each training process. Each makes one call at a time, or all of a wave if they are coroutines."""
+
+    @property
+    def target(self) -> str | None:
+        """The class: `function`, or that of a package; None without an environment."""
+        if self.reasoning_gym is not None:
+            return ENVIRONMENTS["reasoning_gym"]
+        return self.function
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """The arguments of its constructor."""
+        if self.reasoning_gym is not None:
+            return {"dataset": self.reasoning_gym, **self.kwargs}
+        return self.kwargs
