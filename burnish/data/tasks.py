@@ -319,7 +319,7 @@ class PromptDataset(RowDataset[Prompt]):
     raises `UsageError`, depending on `data.overlong`. Raises `MissingError` for a missing column.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913
         self,
         rows: Rows,
         tokenizer: PreTrainedTokenizerBase,
@@ -327,10 +327,15 @@ class PromptDataset(RowDataset[Prompt]):
         *,
         limits: Mapping[str, int] | None = None,
         scored: Collection[str] = (),
+        tools: Sequence[Mapping[str, Any]] = (),
         progress: Progress | None = None,
         layout: Layout | None = None,
     ) -> None:
-        """Tokenize all rows, a part on each rank of `layout`. Reward functions read the columns `scored`. Collective."""
+        """Tokenize all rows, a part on each rank of `layout`. Reward functions read the columns `scored`. Collective.
+
+        `tools` are an environment's, for rows without their own.
+        """
+        self._environment_tools = [dict(tool) for tool in tools]
         most = dict(limits or {})
         if data.max_prompt_length is not None:
             most["data.max_prompt_length"] = data.max_prompt_length
@@ -411,7 +416,7 @@ class PromptDataset(RowDataset[Prompt]):
         if not messages:
             raise UsageError(f"{name} has no messages before the assistant's", do="correct the row")
         messages = self._opened(messages, row)
-        tools = self._tools(row, name)
+        tools = self._tools(row, name) or self._environment_tools or None
         return self._encoder.prompt(messages, name, tools, others), messages
 
 

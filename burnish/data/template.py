@@ -57,7 +57,7 @@ class ChatTemplate:
         extras = {"tools": tools, "documents": documents}
         variables = self._variables | {key: value for key, value in extras.items() if value}
         try:
-            fitted = [self._fitted(message) for message in messages]
+            fitted = self.fitted(messages)
             return render(self._tokenizer, fitted, **{"tokenize": False} | variables | options)
         except jinja2.TemplateError as error:
             raise UsageError(
@@ -73,6 +73,10 @@ class ChatTemplate:
             return str(render(self._tokenizer, messages, **how))
         except (jinja2.TemplateError, UsageError):
             return None
+
+    def fitted(self, messages: Sequence[Message]) -> list[Message]:
+        """Return messages in the form that the template takes."""
+        return [self._fitted(message) for message in messages]
 
     def _fitted(self, message: Message) -> Message:
         """Return the message in the form that the template takes."""
@@ -90,6 +94,11 @@ class ChatTemplate:
         for key in [each for each in THOUGHTS if each in message and role == "assistant"]:
             message.setdefault(self.thoughts_key(key), message.pop(key))
         return message
+
+    @property
+    def writes_thoughts(self) -> bool:
+        """Whether the template reads thoughts of the assistant under a key of their own."""
+        return bool(self._thoughts)
 
     def thoughts_key(self, key: str) -> str:
         """Return the key under which the template reads the thoughts that a row has under `key`."""
