@@ -1,0 +1,54 @@
+"""What a pool and its workers send each other."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from burnish.environments.base import Action, Observation
+
+Key = tuple[int, int]
+"""A conversation: its prompt's key and its sample."""
+
+
+class Begin(NamedTuple):
+    """Make an environment and call its `begin`."""
+
+    key: Key
+    row: Mapping[str, Any]
+    seed: int
+
+
+class Step(NamedTuple):
+    """Call an environment's `step`."""
+
+    key: Key
+    action: Action
+
+
+class Close(NamedTuple):
+    """Close an environment. It has no answer."""
+
+    key: Key
+
+
+Call = Begin | Step | Close
+
+
+class Answered(NamedTuple):
+    """What a call returned."""
+
+    key: Key
+    observation: Observation | None
+    """None: the environment failed."""
+    error: str | None
+    seconds: float
+
+
+class Described(NamedTuple):
+    """What a class says of itself."""
+
+    tools: Sequence[Mapping[str, Any]]
+    """JSON schemas of its tools."""
+    rows: Sequence[Mapping[str, Any]] | None
+    """The rows that it brings; None: it was not asked, or has none."""

@@ -1,0 +1,250 @@
+"""Run environments in worker processes, and start a process again that hangs or dies.
+
+A conversation belongs to one worker, by its key. A fresh worker repeats what the lost one's conversations have done, and compares the
+answers. So only the conversation whose call hung is lost.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection, wait
+from typing import Any, Self
+
+from burnish.config.environment import EnvironmentConfig
+from burnish.distributed.environment import environ_of_child
+from burnish.environments.base import Action
+from burnish.environments.calls import Answered, Begin, Close, Described, Key, Step
+from burnish.errors import BurnishError, UsageError
+
+_START_SECONDS = 120.0
+"""How long a worker may take to import the class's module and to make its rows."""
+_CHECK_SECONDS = 1.0
+
+log = logging.getLogger("burnish")
+
+Check = Callable[[], None]
+"""Called at least each second during a wait for answers. An exception that it raises ends the wait."""
+
+
+class EnvironmentPool:
+    """Conversations in up to `rollout.environment.workers` processes."""
+
+    def __init__(self, config: EnvironmentConfig, *, asks_rows: bool = False) -> None:
+        """Import the class in a worker. Raises `UsageError` for one that is no environment."""
+        self._config = config
+        self._workers: dict[int, _Worker] = {}
+        self._history: dict[Key, list[tuple[Begin | Step, Answered]]] = {}
+        """What each conversation has done, to repeat it in a fresh process."""
+        try:
+            worker = self._worker(0, asks_rows=asks_rows)
+        except BaseException:
+            self.close()
+            raise
+        self.described: Described = worker.described
+
+    def begin(
+        self, tasks: Mapping[Key, tuple[Mapping[str, Any], int]], check: Check = lambda: None
+    ) -> dict[Key, Answered]:
+        """Make an environment of each row and seed; return their answers."""
+        return self._run([Begin(key, row, seed) for key, (row, seed) in tasks.items()], check)
+
+    def step(
+        self, actions: Mapping[Key, Action], check: Check = lambda: None
+    ) -> dict[Key, Answered]:
+        """Tell environments what the model said; return their answers."""
+        return self._run([Step(key, action) for key, action in actions.items()], check)
+
+    def end(self, keys: Sequence[Key]) -> None:
+        """Close environments."""
+        for key in keys:
+            self._history.pop(key, None)
+            worker = self._workers.get(self._place(key))
+            if worker is not None:
+                worker.send([Close(key)])
+
+    def close(self) -> None:
+        """End all workers, and what they started."""
+        for worker in self._workers.values():
+            worker.end()
+        self._workers.clear()
+        self._history.clear()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _place(self, key: Key) -> int:
+        prompt_key, sample = key
+        return (prompt_key + sample) % self._config.workers
+
+    def _worker(self, place: int, *, asks_rows: bool = False) -> _Worker:
+        if place not in self._workers:
+            self._workers[place] = _Worker(self._config, asks_rows=asks_rows)
+        return self._workers[place]
+
+    def _run(self, calls: Sequence[Begin | Step], check: Check) -> dict[Key, Answered]:
+        by_place = defaultdict[int, list[Begin | Step]](list)
+        for call in calls:
+            by_place[self._place(call.key)].append(call)
+        for place, own in by_place.items():
+            self._worker(place).ask(own)
+        answers = dict[Key, Answered]()
+        try:
+            while any(worker.pending for worker in self._workers.values()):
+                check()
+                working = {w.connection: place for place, w in self._workers.items() if w.pending}
+                ready = wait(working, _CHECK_SECONDS)
+                for connection, place in working.items():
+                    self._receive(place, answers, is_there=connection in ready)
+        except BaseException:
+            self.close()  # the next wave must not find late answers of this one
+            raise
+        return answers
+
+    def _receive(self, place: int, answers: dict[Key, Answered], *, is_there: bool) -> None:
+        """Take in a worker's answer, if it is there. If the worker is lost, fail its call and make the others in a fresh process."""
+        worker = self._workers[place]
+        try:
+            received = worker.receive(is_there=is_there)
+        except (EOFError, OSError, TimeoutError) as error:
+            guilty, *rest = worker.pending.values()
+            why = self._discard(place, error)
+            log.warning("an environment is lost: %s; a fresh process goes on with the others", why)
+            answers[guilty.key] = Answered(guilty.key, None, why, self._config.timeout_seconds)
+            self._history.pop(guilty.key, None)
+            failures = self._repeat(place)
+            answers |= {key: Answered(key, None, failures[key], 0.0) for key in failures}
+            self._worker(place).ask([call for call in rest if call.key not in failures])
+            return
+        if received is not None:
+            call, answer = received
+            answers[call.key] = answer
+            if answer.observation is not None:
+                self._history.setdefault(call.key, []).append((call, answer))
+
+    def _discard(self, place: int, error: Exception) -> str:
+        """End a lost worker, and return what happened to it."""
+        worker = self._workers.pop(place)
+        why = f"no answer within {self._config.timeout_seconds:g} s"
+        if not isinstance(error, TimeoutError):
+            why = f"its process {worker.end_text()}"
+        worker.end()
+        return why
+
+    def _repeat(self, place: int) -> dict[Key, str]:
+        """Repeat in a fresh process what a lost one's conversations have done; return why some cannot go on."""
+        failures = dict[Key, str]()
+        for key in [key for key in self._history if self._place(key) == place]:
+            for call, before in self._history[key]:
+                again = self._answer_of(place, call)
+                if again.observation != before.observation:
+                    failures[key] = again.error or "it answers otherwise when it is repeated"
+                    break
+        for key in failures:
+            self._history.pop(key)
+        if failures and place not in self._workers:
+            # The process was lost again, and with it what was repeated before.
+            failures |= self._repeat(place)
+        return failures
+
+    def _answer_of(self, place: int, call: Begin | Step) -> Answered:
+        worker = self._worker(place)
+        worker.ask([call])
+        while True:
+            try:
+                is_there = bool(wait([worker.connection], _CHECK_SECONDS))
+                received = worker.receive(is_there=is_there)
+            except (EOFError, OSError, TimeoutError) as error:
+                return Answered(
+                    call.key, None, f"when repeated: {self._discard(place, error)}", 0.0
+                )
+            if received is not None:
+                return received[1]
+
+
+class _Worker:
+    def __init__(self, config: EnvironmentConfig, *, asks_rows: bool) -> None:
+        """Start a process, and wait until it has imported the class. Raises `UsageError` if it cannot."""
+        self._config = config
+        self.pending: dict[Key, Begin | Step] = {}
+        """Its calls without an answer, in order."""
+        self.began = time.monotonic()
+        self.connection: Connection[Any, Any]
+        self.connection, worker_end = Pipe()
+        with worker_end:
+            command = [sys.executable, "-m", "burnish.environments.worker"]
+            self._process = subprocess.Popen(
+                [*command, str(worker_end.fileno()), str(os.getpid())],
+                stdin=subprocess.DEVNULL,
+                env=environ_of_child(),
+                pass_fds=[worker_end.fileno()],
+                # A session of its own: its group can be killed, and it does not get the terminal's ctrl-C.
+                start_new_session=True,
+            )
+        self.send((config.target, config.arguments, asks_rows, sys.argv, sys.path))
+        try:
+            described = self.connection.recv() if self.connection.poll(_START_SECONDS) else None
+        except (EOFError, OSError):
+            described = None
+        if isinstance(described, BurnishError):
+            self.end()
+            raise described
+        if described is None:
+            is_late = self._process.poll() is None
+            have = f"still importing after {_START_SECONDS:g} s" if is_late else self.end_text()
+            self.end()
+            raise UsageError(
+                "the process of rollout.environment did not start",
+                have=have,
+                want=f"to import {config.target}",
+                do="see what it wrote to the terminal, and what that module does when imported",
+            )
+        self.described: Described = described
+
+    def ask(self, calls: Sequence[Begin | Step]) -> None:
+        """Send calls. Each has the time limit from the answer before it."""
+        if calls:
+            self.pending |= {call.key: call for call in calls}
+            self.began = time.monotonic()
+            self.send(calls)
+
+    def send(self, message: Any) -> None:
+        with suppress(OSError):  # `receive` finds that the process has ended
+            self.connection.send(message)
+
+    def receive(self, *, is_there: bool) -> tuple[Begin | Step, Answered] | None:
+        """Return a call and its answer if it is there, or None. Raises `TimeoutError`, or `EOFError` or `OSError` if the process died."""
+        if is_there:
+            answer: Answered = self.connection.recv()
+            self.began = time.monotonic()
+            return self.pending.pop(answer.key), answer
+        if self._process.poll() is not None and not self.connection.poll():
+            raise EOFError
+        if time.monotonic() - self.began > self._config.timeout_seconds:
+            raise TimeoutError
+        return None
+
+    def end(self) -> None:
+        """Kill the process and all that it started."""
+        self.connection.close()
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+
+    def end_text(self) -> str:
+        """Say how the process ended."""
+        with suppress(subprocess.TimeoutExpired):
+            code = self._process.wait(_CHECK_SECONDS)
+            return f"ended ({f'signal {signal.Signals(-code).name}' if code < 0 else f'exit status {code}'})"
+        return "closed its connection"

@@ -1,0 +1,213 @@
+"""The process that runs environments: `python -m burnish.environments.worker FD PARENT`.
+
+It gets bundles of calls over the connection FD, and answers each one. An environment lives here from its `begin` to its `close`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import inspect
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from multiprocessing.connection import Connection
+from typing import Any
+
+from burnish.environments.base import Environment, Observation
+from burnish.environments.calls import Answered, Begin, Call, Close, Described, Key
+from burnish.errors import BurnishError, UsageError
+from burnish.functions import failure, load_function
+
+MOST_CHARACTERS = 1 << 20
+"""Most characters of a message that leave the process. `rollout.environment.max_reply_tokens` cuts the rest."""
+
+
+def main(descriptor: int, parent: int) -> None:
+    """Describe the class, then serve calls until the connection closes or the process `parent` is gone."""
+    os.set_inheritable(descriptor, False)
+    threading.Thread(target=_exit_without, args=(parent,), daemon=True).start()
+    with Connection(descriptor) as connection, asyncio.Runner() as runner:
+        try:
+            function, kwargs, asks_rows, sys.argv, sys.path = connection.recv()
+            make = load_function(function, "rollout.environment.function")
+            described = description_of(make, function, kwargs, asks_rows=asks_rows)
+        except BurnishError as error:
+            connection.send(error)
+            return
+        connection.send(described)
+        environments = dict[Key, Any]()
+        while True:
+            try:
+                calls = connection.recv()
+            except (EOFError, ConnectionError):
+                return
+            serve(environments, calls, lambda: make(**kwargs), connection.send, runner)
+            if os.getppid() != parent:
+                os._exit(0)  # an environment has forked, and returned in both processes
+
+
+def description_of(
+    make: Any, name: str, kwargs: Mapping[str, Any], *, asks_rows: bool = True
+) -> Described:
+    """Return tools and rows of the class `make`. Raises `UsageError` for one that is no environment."""
+    missing = [each for each in ("begin", "step", "close") if not hasattr(make, each)]
+    if missing:
+        raise UsageError(
+            f"rollout.environment.function: {name} is no environment",
+            have=f"no methods {', '.join(missing)}",
+            want="a class with the methods of burnish.Environment",
+            do="let the class inherit from burnish.Environment",
+        )
+    try:
+        inspect.signature(make).bind(**kwargs)
+    except TypeError as error:
+        raise UsageError(
+            f"rollout.environment.kwargs: {name} does not take them",
+            have=f"{', '.join(kwargs) or 'none'} ({error})",
+            want=f"{name}{inspect.signature(make)}",
+            do="correct rollout.environment.kwargs",
+        ) from error
+    rows = None
+    if asks_rows and hasattr(make, "rows"):
+        try:
+            parameters = inspect.signature(make.rows).parameters.values()
+            takes_all = any(each.kind is each.VAR_KEYWORD for each in parameters)
+            names = kwargs if takes_all else {each.name for each in parameters} & kwargs.keys()
+            rows = make.rows(**{name: kwargs[name] for name in names})
+            rows = None if rows is None else [*rows]
+        except BurnishError:
+            raise
+        except Exception as error:
+            raise UsageError(
+                f"rollout.environment.function: the rows of {name} cannot be made",
+                have=failure(error),
+                do="correct the class",
+            ) from error
+    tools = getattr(make, "tools", ())
+    return Described([schema_of(tool) for tool in tools], rows)
+
+
+def schema_of(tool: Callable[..., Any]) -> Mapping[str, Any]:
+    """Return a function's JSON schema, as transformers writes it. Raises `UsageError` without types or a docstring."""
+    from transformers.utils.chat_template_utils import get_json_schema
+
+    try:
+        schema: Mapping[str, Any] = get_json_schema(tool)
+    except Exception as error:
+        raise UsageError(
+            f"the tool {getattr(tool, '__name__', tool)} cannot be described to the model",
+            have=str(error),
+            want="a type for each argument, and a docstring that describes the function and under 'Args:' each argument",
+            do="add them",
+        ) from error
+    return schema
+
+
+def serve(
+    environments: dict[Key, Any],
+    calls: Sequence[Call],
+    make: Callable[[], Environment],
+    send: Callable[[Answered], None],
+    runner: asyncio.Runner,
+) -> None:
+    """Make calls in order, those that are coroutines at the same time, and send each answer."""
+    waiting = []
+    for call in calls:
+        if isinstance(call, Close):
+            environment = environments.pop(call.key, None)
+            if environment is not None:
+                _closed(environment, runner)
+            continue
+        began = time.monotonic()
+        try:
+            if isinstance(call, Begin):
+                environments[call.key] = make()
+                result = environments[call.key].begin(call.row, call.seed)
+            else:
+                result = environments[call.key].step(call.action)
+        except MemoryError:
+            os._exit(errno.ENOMEM)
+        except Exception as error:  # noqa: BLE001 - of a user's class
+            send(Answered(call.key, None, failure(error), time.monotonic() - began))
+            continue
+        if inspect.isawaitable(result):
+            waiting.append(_awaited(call.key, result, began, send))
+        else:
+            send(_answer(call.key, result, began))
+    if waiting:
+        runner.run(_together(waiting))
+
+
+async def _together(waiting: Sequence[Any]) -> None:
+    await asyncio.gather(*waiting)
+
+
+async def _awaited(key: Key, result: Any, began: float, send: Callable[[Answered], None]) -> None:
+    try:
+        value = await result
+    except Exception as error:  # noqa: BLE001 - of a user's class
+        send(Answered(key, None, failure(error), time.monotonic() - began))
+        return
+    send(_answer(key, value, began))
+
+
+def _answer(key: Key, result: Any, began: float) -> Answered:
+    seconds = time.monotonic() - began
+    if not isinstance(result, Observation):
+        result = Observation(result or ())  # of `begin`
+    try:
+        observation = Observation(
+            [_plain(message) for message in result.messages],
+            _numbers(result.rewards),
+            bool(result.done),
+            _numbers(result.metrics),
+        )
+    except (TypeError, ValueError) as error:
+        return Answered(key, None, f"an answer that is no burnish.Observation: {error}", seconds)
+    return Answered(key, observation, None, seconds)
+
+
+def _plain(message: Any) -> dict[str, Any]:
+    """Return a message as JSON has it, with long texts cut. Raises `ValueError` or `TypeError` for anything else."""
+    fields: dict[str, Any] = json.loads(json.dumps(dict(message), allow_nan=False))
+    content = fields.get("content")
+    if not isinstance(fields.get("role"), str) or not isinstance(content, str | list):
+        raise ValueError(f"a message without role or content: {fields!s:.200}")
+    if isinstance(content, str):
+        # Half of a surrogate pair is no text, and no tokenizer takes it.
+        fields["content"] = content[:MOST_CHARACTERS].encode("utf-8", "replace").decode()
+    return fields
+
+
+def _numbers(values: Any) -> dict[str, float]:
+    named = values if isinstance(values, Mapping) else {"reward": values}
+    numbers = {str(name): float(value) for name, value in named.items()}
+    wrong = [
+        name for name, value in numbers.items() if value != value or abs(value) == float("inf")
+    ]
+    if wrong:
+        raise ValueError(f"{wrong[0]} is {numbers[wrong[0]]}")
+    return numbers
+
+
+def _closed(environment: Any, runner: asyncio.Runner) -> None:
+    try:
+        result = environment.close()
+        if inspect.isawaitable(result):
+            runner.run(_together([result]))
+    except Exception as error:  # noqa: BLE001 - of a user's class
+        print(f"an environment did not close: {failure(error)}", file=sys.stderr)
+
+
+def _exit_without(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(1)
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    main(*map(int, sys.argv[1:3]))

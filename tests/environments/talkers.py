@@ -1,0 +1,145 @@
+"""Environments of every temper, by their classes' names."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+
+import burnish
+
+
+def multiply(a: int, b: int) -> int:
+    """Multiply two numbers.
+
+    Args:
+        a: The first number.
+        b: The second number.
+    """
+    return a * b
+
+
+def hangs() -> str:
+    """Never return."""
+    time.sleep(1000)
+    return ""
+
+
+def explode(why: str) -> str:
+    """Raise an error.
+
+    Args:
+        why: Its text.
+    """
+    raise ValueError(why)
+
+
+class Calculator(burnish.Environment):
+    """Only tools."""
+
+    tools = (multiply, explode)
+
+
+class Rewarding(Calculator):
+    """Rewards each turn, and the end."""
+
+    def step(self, action):
+        """Pay for calls, and more for the right answer."""
+        observation = super().step(action)
+        if observation.done:
+            return burnish.Observation(rewards={"right": float("12" in action.text)}, done=True)
+        return burnish.Observation(
+            observation.messages, rewards={"called": 0.25}, metrics={"calls made": 1}
+        )
+
+
+class Counting(burnish.Environment):
+    """Has state: says how often it was asked, beginning with a number of its own."""
+
+    def __init__(self, first: int = 0) -> None:
+        self.count = first
+
+    def begin(self, row, seed):
+        """Ask the first question."""
+        self.seed = seed
+        return [{"role": "user", "content": f"Count from {self.count}."}]
+
+    def step(self, action):
+        """Count on, up to three."""
+        self.count += 1
+        if action.text == "die":
+            os._exit(3)
+        if action.text == "hang":
+            time.sleep(1000)
+        if action.text == "fail":
+            raise burnish.EnvironmentFailure("no connection")
+        if action.text == "flood":
+            return burnish.Observation([{"role": "user", "content": "x" * (50 << 20)}])
+        if action.text == "nonsense":
+            return burnish.Observation([{"role": "user"}])
+        if action.text == "nan":
+            return burnish.Observation(rewards=float("nan"), done=True)
+        return burnish.Observation(
+            [{"role": "user", "content": str(self.count)}], rewards=1.0, done=self.count >= 3
+        )
+
+
+class Forgetful(Counting):
+    """Does not repeat: its answers hold the process's id."""
+
+    def step(self, action):
+        """Say who it is."""
+        observation = super().step(action)
+        return burnish.Observation(
+            [{"role": "user", "content": str(os.getpid())}], done=observation.done
+        )
+
+
+class Waiting(burnish.Environment):
+    """Its methods are coroutines, which wait for each other in a wave."""
+
+    together = 0
+
+    async def begin(self, row, seed):
+        """Say nothing."""
+        return ()
+
+    async def step(self, action):
+        """Answer how many waited at the same time."""
+        type(self).together += 1
+        await asyncio.sleep(0.2)
+        count = type(self).together
+        await asyncio.sleep(0.2)
+        type(self).together -= 1
+        return burnish.Observation(rewards=float(count), done=True)
+
+
+class Untyped(burnish.Environment):
+    """Its tool has no types."""
+
+    @staticmethod
+    def look(where):
+        """Look."""
+
+    tools = (look,)
+
+
+class NoEnvironment:
+    """Lacks all methods."""
+
+
+class Capitals(burnish.Environment):
+    """Three turns; each is rewarded for its share of capital letters."""
+
+    def begin(self, row, seed):
+        """Count turns."""
+        self.turns = 0
+        self.row = row["answer"]
+        return ()
+
+    def step(self, action):
+        """Ask again."""
+        self.turns += 1
+        share = sum(letter.isupper() for letter in action.text) / max(len(action.text), 1)
+        again = [{"role": "user", "content": f"{self.row}!"}]
+        return burnish.Observation(again, rewards={"capitals": share}, done=self.turns == 3)
