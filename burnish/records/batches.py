@@ -181,7 +181,7 @@ class Batch:
         return self.with_field("experts", [None] * len(self.microbatches))
 
     def with_columns(self, columns: Mapping[str, Mapping[int, Floats]]) -> Batch:
-        """Add fields from fp32 arrays over the trained tokens of this rank's examples; other tokens get 0."""
+        """Add fields from fp32 arrays over all tokens of this rank's examples, or over the trained ones; others get 0 then."""
         batch = self
         for name, arrays in columns.items():
             filled = []
@@ -189,7 +189,12 @@ class Batch:
                 mask = micro.loss_mask.numpy()
                 whole = np.zeros(len(mask), dtype=np.float32)
                 for number, span in spans:
-                    whole[span][mask[span]] = arrays[number]
+                    own = arrays[number]
+                    # An example's first token is never trained on, so the lengths differ.
+                    if len(own) == span.stop - span.start:
+                        whole[span] = own
+                    else:
+                        whole[span][mask[span]] = own
                 filled.append(torch.from_numpy(whole))
             batch = batch.with_field(name, filled)
         return batch

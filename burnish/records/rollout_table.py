@@ -38,6 +38,7 @@ class RolloutKind(NamedTuple):
     error: str | None
     parts: tuple[str, ...]
     """The names in `Rollout.reward_parts`."""
+    end: str | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -83,6 +84,7 @@ class RolloutTable:
                     None if experts is None else (experts.shape, experts.dtype.str),
                     rollout.reward_error,
                     tuple(rollout.reward_parts),
+                    rollout.end,
                 )
                 number = kinds.setdefault(kind, len(kinds))
                 rows.append(
@@ -347,6 +349,7 @@ class RolloutTable:
             "greedy_reward": None if isnan(greedy) else greedy,
             "owner": None if owner < 0 else int(owner),
             "reward_error": kind.error,
+            "end": kind.end,
         }
         if place >= 0:
             return replace(self.objects[place], **known)

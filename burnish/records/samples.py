@@ -206,6 +206,10 @@ class Rollout:
     """The exceptions or time-outs of reward functions and models that gave no value; None if none failed."""
     calls: tuple[RewardCall, ...] = ()
     """The calls for its reward: functions, then models."""
+    conversation: tuple[Mapping[str, Any], ...] = ()
+    """What model and environment said, as JSON has it: messages after the prompt, with each turn's calls, tokens, rewards and seconds."""
+    end: str | None = None
+    """Why a conversation ended; None without an environment."""
     owner: int | None = None
     """The rank that has the tokens and texts; others have arrays of the same shapes, of -1 and NaN. None: all ranks have them."""
 

@@ -134,5 +134,6 @@ def rollout_stats(table: RolloutTable) -> Stats:
     for name in dict.fromkeys(name for kind in table.kinds for name in kind.parts):
         values, there = table.part(name)
         if there.any():
-            stats[f"reward/parts/{name}"] = Mean(float(values.sum()), int(there.sum()))
+            metric = name if name.startswith("environment/") else f"reward/parts/{name}"
+            stats[metric] = Mean(float(values.sum()), int(there.sum()))
     return stats

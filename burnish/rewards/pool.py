@@ -113,6 +113,8 @@ class RewardPool:
         config, self._secrets = with_environment(config)
         self._config = config
         self._moved = moved
+        self.environments: Any = None
+        """A `burnish.environments.pool.EnvironmentPool`, if completions are conversations."""
         self._workers: list[_Worker] = []
         self._warned: set[str] = set()
         self._extras: set[str] = set()
@@ -154,6 +156,8 @@ class RewardPool:
 
     def require_answer(self, prompt: Prompt, name: str) -> None:
         """Score a ground truth as completion. Raises `UsageError` if a function fails."""
+        if not self._signatures:
+            return
         text = prompt.answer if isinstance(prompt.answer, str) else ""
         compares = any(entry.function in REWARDS for entry in self._config.functions)
         if compares and isinstance(prompt.answer, list | tuple):
@@ -174,7 +178,7 @@ class RewardPool:
         """Return the rollouts, in order, with `reward`, `reward_parts` and `reward_error`.
 
         A failure makes the reward NaN, or counts as the number `on_error`. A TRL function's None is left out; None from all is a
-        failure. Further numbers of a verl function are parts, not added.
+        failure. Further numbers of a verl function are parts, not added. Rewards that rollouts have already, from an environment, stay.
         """
         # A user's function runs in a worker, which is killed and started again if it hangs or dies. Only functions that cannot
         # take long run here (`LOCAL`).
@@ -214,10 +218,12 @@ class RewardPool:
 
     def _score_rollout(self, rollout: Rollout, answers: Sequence[Answer]) -> Rollout:
         answers = [self._without_secrets(answer) for answer in answers]
-        reward = 0.0
-        parts = {}
-        errors = []
+        reward = rollout.reward
+        parts = dict(rollout.reward_parts)
+        errors = [rollout.reward_error] if rollout.reward_error else []
         on_error = self._config.on_error
+        if errors and on_error != "drop":
+            reward = on_error
         names = self._config.part_names
         for name, entry, answer in zip(names, self._config.functions, answers, strict=False):
             value = answer.value
@@ -232,13 +238,13 @@ class RewardPool:
                 for extra, x in answer.extras.items()
                 if self._is_known(full := f"{name}/{extra}")
             }
-        if not parts and not errors and not self._config.models:
+        if answers and not parts and not errors and not self._config.models:
             errors.append("every reward function answered None")
             reward = 0.0 if on_error == "drop" else on_error
         if errors and on_error == "drop":
             reward = math.nan
         error = "; ".join(errors) or None
-        calls = tuple(
+        calls = rollout.calls + tuple(
             RewardCall(name, answer.value, answer.error, answer.began, answer.seconds)
             for name, answer in zip(names, answers, strict=False)
         )
@@ -295,6 +301,8 @@ class RewardPool:
     def close(self) -> None:
         """End all workers."""
         self._end(_CLOSE_SECONDS)
+        if self.environments is not None:
+            self.environments.close()
 
     def _end(self, patience: float) -> None:
         for worker in self._workers:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from burnish.config.environment import EnvironmentConfig
 from burnish.config.schema import DataConfig, ModelConfig, RewardModelConfig, RunConfig
 from burnish.distributed.collectives import agree, from_main
 from burnish.distributed.device import has_bf16_products
@@ -83,11 +84,26 @@ def _copy_all(
         _replace_model(values["model"], watch)
     _copy_models(values, watch, trains=trains, only_small=only_small)
     _copy_single_files(values, watch)
+    _bring_rows(values)
     data = DataConfig.model_validate(values["data"])
     for name in data_entries(data, trains=trains):
         # Streamed data is read from where it lies.
         if name == "validation" or not data.streaming:
             _copy_data(values["data"], name, watch, only_small=only_small)
+
+
+def _bring_rows(values: dict[str, Any]) -> None:
+    """Let an environment that brings its rows stand for `data.train`, if that is not given."""
+    environment = EnvironmentConfig.model_validate(values["rollout"]["environment"])
+    if environment.target is None or values["data"]["train"]:
+        return
+    from burnish.data.in_memory import stored
+    from burnish.environments.pool import EnvironmentPool
+
+    with EnvironmentPool(environment, asks_rows=True) as pool:
+        rows = pool.described.rows
+    if rows is not None:
+        values["data"]["train"] = [stored(rows, "rollout.environment")]
 
 
 def _replace_model(model: dict[str, Any], watch: Watch | None) -> None:

@@ -30,6 +30,7 @@ from burnish.runs.setup import (
     TextFoundation,
     lay_foundation,
     model_tokenizer,
+    reward_pool,
     train_dataset,
 )
 from burnish.tracking.progress import Progress
@@ -58,10 +59,10 @@ def set_up(
     config, local = local_inputs(config, device, trains=method.trains, only_small=True)
     with ExitStack() as stack:
         pool = None
-        if method.generates and config.reward.given:
+        if method.generates and config.scores:
             with _collecting(errors):
                 reward = local.reward.model_copy(update={"workers": 1})
-                pool = stack.enter_context(RewardPool(reward))
+                pool = stack.enter_context(reward_pool(reward, local.rollout.environment))
         trackers = config.tracking.trackers if method.trains else ()
         loads: list[Callable[[], object]] = [*method.dry_runs(config)]
         loads += [partial(load_tracker, each) for each in trackers]
@@ -78,6 +79,17 @@ def set_up(
                 adapted = laid.adapted
                 with _collecting(errors):
                     _require_generator(laid, device)
+                if pool is not None and pool.environments is not None:
+                    from burnish.data.turn_bridge import proven_bridge
+
+                    with _collecting(errors):
+                        proven_bridge(
+                            laid.tokenizer,
+                            local.data,
+                            local.rollout,
+                            laid.eos_token_ids,
+                            pool.environments,
+                        )
                 for load in method.dry_runs_of_models(laid):
                     with _collecting(errors):
                         load()

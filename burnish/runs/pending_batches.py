@@ -120,6 +120,7 @@ def _fields(rollout: Rollout) -> dict[str, Any]:
         "reward_parts": json_numbers(rollout.reward_parts),
         "greedy_reward": None if greedy is None else json_number(float(greedy)),
         "reward_error": rollout.reward_error,
+        **({"end": rollout.end, "conversation": rollout.conversation} if rollout.end else {}),
     }
 
 
@@ -185,6 +186,8 @@ def _batch(number: int, step: CommittedStep, lines: bytes, tensors: bytes) -> Dr
                     reward_parts=numbers(row["reward_parts"]),
                     greedy_reward=None if greedy is None else float(greedy),
                     reward_error=None if error is None else str(error),
+                    end=row.get("end"),
+                    conversation=tuple(row.get("conversation", ())),
                 )
             )
         (kept_groups if group["kept"] else left_out).append(rollouts)

@@ -56,7 +56,9 @@ def _arriving(
             n: table.rollout(n) for n in numbers[table.owners[numbers] == layout.rank].tolist()
         }
         parts = {
-            n: each if n in whole else (each.text, each.prompt.text, each.prompt.answer)
+            n: each
+            if n in whole
+            else (each.text, each.conversation, each.prompt.text, each.prompt.answer)
             for n, each in own_rollouts.items()
         }
         parcels = [] if layout.is_main or not own_rollouts else [([0], pickle.dumps(parts))]
@@ -67,9 +69,9 @@ def _arriving(
             known = table.rollout(number)
             got = received.get(number)
             if isinstance(got, tuple):
-                text, asked, answer = got
+                text, conversation, asked, answer = got
                 prompt = replace(known.prompt, text=asked, answer=answer)
-                got = replace(known, text=text, prompt=prompt)
+                got = replace(known, text=text, conversation=conversation, prompt=prompt)
             yield number, got or known
 
 

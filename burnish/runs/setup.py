@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -14,11 +15,13 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from burnish.boxes.shards import ShardSource, renamed
 from burnish.checkpoint.save import ModelContents
+from burnish.config.environment import EnvironmentConfig
 from burnish.config.schema import (
     DataConfig,
     EngineConfig,
     ModelConfig,
     OptimConfig,
+    RewardConfig,
     RolloutConfig,
     RunConfig,
 )
@@ -202,7 +205,7 @@ def lay_foundation(
         layout,
         device,
         lora=config.model.adapter,
-        generates=config.reward.given,
+        generates=config.scores,
         sampling=_proved_sampling(config.rollout),
         engine=config.engine,
     )
@@ -322,6 +325,19 @@ def _require_stop_tokens(token_ids: Sequence[int], hf_config: PretrainedConfig) 
         )
 
 
+@contextmanager
+def reward_pool(
+    reward: RewardConfig, environment: EnvironmentConfig, moved: Callable[[], None] = lambda: None
+) -> Iterator[RewardPool]:
+    """Open the reward functions, and the processes of an environment. Raises `UsageError` for an unusable function or class."""
+    with RewardPool(reward, moved) as pool:
+        if environment.target is not None:
+            from burnish.environments.pool import EnvironmentPool
+
+            pool.environments = EnvironmentPool(environment)
+        yield pool
+
+
 def prompt_dataset(
     foundation: TextFoundation,
     paths: Sequence[str],
@@ -346,6 +362,7 @@ def prompt_dataset(
         config.data,
         limits=limits,
         scored=() if pool is None else pool.columns,
+        tools=pool.environments.described.tools if pool and pool.environments else (),
         progress=progress,
         layout=layout,
     )

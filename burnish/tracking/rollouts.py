@@ -159,6 +159,7 @@ def _row(step: int, rollout: Rollout, advantage: float | None) -> Row:
         "length": rollout.completion.count_drawn,
         "weights_version": rollout.completion.weights_version,
         "source": rollout.prompt.source,
+        **({"end": rollout.end, "conversation": rollout.conversation} if rollout.end else {}),
         **({"later_versions": later} if (later := rollout.completion.later_versions) else {}),
     }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 from burnish.data.tokenizer import completion_decoder
@@ -76,4 +77,15 @@ def make_collector(
         stragglers = Stragglers(warns=layout.is_main)
     common = (layout, check, progress, failures, judge, stragglers)
     shares_device = foundation.config.rollout.place == "child"
-    return Collector(generator, decode, pool.score, *common, shares_device=shares_device)
+    collector = Collector(generator, decode, pool.score, *common, shares_device=shares_device)
+    if pool.environments is None:
+        return collector
+    from burnish.data.turn_bridge import proven_bridge
+    from burnish.methods.parts.conversations import Conversations
+
+    data = foundation.config.data
+    rollout = foundation.config.rollout
+    bridge = proven_bridge(tokenizer, data, rollout, ends, pool.environments)
+    return replace(
+        collector, conversations=Conversations(rollout.environment, pool.environments, bridge)
+    )

@@ -27,7 +27,6 @@ from burnish.methods.parts.guard import Guard
 from burnish.methods.parts.policy_update import CRITIC, PolicyUpdate, policy_stats
 from burnish.methods.parts.rollouts import GroupSampler, Judge, RolloutQueue
 from burnish.methods.rl import RL
-from burnish.rewards.pool import RewardPool
 from burnish.runs.download_inputs import local_inputs
 from burnish.runs.model_card import model_card
 from burnish.runs.run import Run, Validation, counted
@@ -39,6 +38,7 @@ from burnish.runs.setup import (
     load_start,
     make_loader,
     make_run_engine,
+    reward_pool,
     train_dataset,
     validation_dataset,
 )
@@ -51,7 +51,9 @@ def train(method: RL, config: RunConfig, layout: Layout, device: torch.device) -
     config, local = local_inputs(config, device, layout)
     with ExitStack() as stack:
         session = stack.enter_context(open_run(config, method, layout, device))
-        pool = stack.enter_context(RewardPool(local.reward, session.spans.move))
+        pool = stack.enter_context(
+            reward_pool(local.reward, local.rollout.environment, session.spans.move)
+        )
         spans = session.spans
         progress = session.progress
         advantage = load_advantage(config.algorithm.advantage)

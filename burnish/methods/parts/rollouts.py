@@ -78,6 +78,8 @@ class Collector:
     """Engines that leave the device while completions are generated (`engine.offload_during_rollout`)."""
     shares_device: bool = False
     """Whether another process generates on this device and uses the memory that offloading frees."""
+    conversations: Any = None
+    """A `burnish.methods.parts.conversations.Conversations`; None: the model gives one answer to each prompt."""
     partial: PartialCompletions | None = None
     """Tracks begun completions for saves; None without `rollout.in_flight`."""
 
@@ -146,9 +148,10 @@ class Collector:
         began = time.monotonic()
         generated = began
         try:
-            completions = self._generated(requests, sampling)
+            rollouts = self._drawn(prompts, requests, sampling)
             generated = time.monotonic()
-            groups = self._scored(prompts, completions)
+            scored = iter(self.score([each for group in rollouts for each in group], self.check))
+            groups = [[next(scored) for _ in group] for group in rollouts]
         except StopRequested as request:
             stopped = request.signal_number
         seconds = {"generate": generated - began, "score": time.monotonic() - generated}
@@ -163,7 +166,9 @@ class Collector:
         """The collector of rank 0 alone, without reward models."""
         return replace(self, layout=Layout(), judge=None, offloads=())
 
-    def _generated(self, requests: Sequence[Request], sampling: Sampling) -> list[list[Completion]]:
+    def _drawn(
+        self, prompts: Sequence[Prompt], requests: Sequence[Request], sampling: Sampling
+    ) -> list[list[Rollout]]:
         total = sum(request.samples for request in requests)
         with self.progress.phase("rollout", total) as bar:
 
@@ -171,22 +176,31 @@ class Collector:
                 self.check()
                 bar.advance(ended)
 
-            if self.partial is not None:
-                return self.partial.generate(self.generator, requests, sampling, watch)
-            return self.generator.generate(requests, sampling, watch)
+            if self.conversations is not None:
 
-    def _scored(
-        self, prompts: Sequence[Prompt], completions: Sequence[Sequence[Completion]]
-    ) -> list[list[Rollout]]:
-        rollouts = []
-        for prompt, group in zip(prompts, completions, strict=True):
-            for sample, completion in enumerate(group):
-                text = completion.text
-                if text is None:
-                    text = self.decode(completion.token_ids.tolist())
-                rollouts.append(Rollout(prompt, sample, completion, text))
-        scored = iter(self.score(rollouts, self.check))
-        return [[next(scored) for _ in group] for group in completions]
+                def turn(asked: Sequence[Request]) -> list[list[Completion]]:
+                    return self.generator.generate(asked, sampling, lambda _: self.check())
+
+                played: list[list[Rollout]] = self.conversations.play(
+                    prompts, requests, sampling, turn, self.check, bar.advance
+                )
+                return played
+            if self.partial is not None:
+                completions = self.partial.generate(self.generator, requests, sampling, watch)
+            else:
+                completions = self.generator.generate(requests, sampling, watch)
+        return [
+            [
+                Rollout(prompt, sample, completion, self._text_of(completion))
+                for sample, completion in enumerate(group)
+            ]
+            for prompt, group in zip(prompts, completions, strict=True)
+        ]
+
+    def _text_of(self, completion: Completion) -> str:
+        if completion.text is not None:
+            return completion.text
+        return self.decode(completion.token_ids.tolist())
 
 
 Share = tuple[int | None, EncodedTable, dict[str, Column]]

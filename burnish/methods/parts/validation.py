@@ -44,7 +44,6 @@ from burnish.records.rollout_table import RolloutTable
 from burnish.records.seeds import derive_seed
 from burnish.rewards.builtin import extract_answer
 from burnish.rewards.overview import rollout_stats
-from burnish.rewards.pool import RewardPool
 from burnish.runs.download_inputs import local_inputs
 from burnish.runs.hub_revisions import newest_model
 from burnish.runs.rollout_transfer import arriving
@@ -57,6 +56,7 @@ from burnish.runs.setup import (
     model_tokenizer,
     prompt_dataset,
     prove_start,
+    reward_pool,
     validation_dataset,
 )
 from burnish.runs.signals import Stopper, StopRequested, catch_signals
@@ -83,7 +83,7 @@ def prompt_validation(
     config = foundation.config
     collector = replace(collector, stragglers=None)
     prompts = [dataset[index] for index in _measured_rows(dataset, config.evaluation.prompts)]
-    judged_by = config.reward.part_names[0]
+    judged_by = next(iter(config.reward.part_names), None)
     seed = derive_seed(config.seed, "validation")
     how = sampling(config.rollout, config.evaluation, seed % 2**63, step=0)
 
@@ -121,7 +121,7 @@ def _answers(table: RolloutTable, layout: Layout) -> Answers:
 
 
 def _by_source(
-    table: RolloutTable, answers: Answers, judged_by: str, how: EvaluationConfig
+    table: RolloutTable, answers: Answers, judged_by: str | None, how: EvaluationConfig
 ) -> dict[str, float]:
     sources: defaultdict[str, list[int]] = defaultdict(list)
     for number, source in enumerate(table.sources):
@@ -136,10 +136,15 @@ def _by_source(
 
 
 def _numbers(
-    table: RolloutTable, answers: Answers, judged_by: str, how: EvaluationConfig
+    table: RolloutTable, answers: Answers, judged_by: str | None, how: EvaluationConfig
 ) -> dict[str, float]:
-    # If the first function fails or returns None (it does not apply), no other function's score replaces it.
-    values, there = table.part(judged_by)
+    # If the first function fails or returns None (it does not apply), no other function's score replaces it. Without a
+    # function the environment's whole reward counts.
+    if judged_by is None:
+        values = table.rewards
+        there = table.is_scored
+    else:
+        values, there = table.part(judged_by)
     scored = table.by_group(there)
     scores = [[*compress(*each)] for each in zip(table.by_group(values), scored, strict=True)]
     answers = [[*compress(*each)] for each in zip(answers, scored, strict=True)]
@@ -156,6 +161,7 @@ def _numbers(
         "dropped": all_of_it["reward/dropped"],
         **(parts if len(parts) > 1 else {}),
         **{name: all_of_it[name] for name in _LENGTHS},
+        **{name: x for name, x in all_of_it.items() if name.startswith("environment/")},
     }
 
 
@@ -311,10 +317,10 @@ def _measure(
 ) -> tuple[dict[str, float], RolloutTable | None]:
     config = foundation.config
     with progress.phase("evaluate"):
-        if isinstance(foundation, Foundation) and not config.reward.given:
+        if isinstance(foundation, Foundation) and not config.scores:
             models = Models(foundation, _load(foundation))
             return example_validation(SFT(), models, stopper.check_all, progress)()
-        with RewardPool(config.reward) as pool:
+        with reward_pool(config.reward, config.rollout.environment) as pool:
             read = partial(prompt_dataset, foundation, pool=pool, progress=progress)
             held_out = validation_dataset(read, config.data)
             pool.require_answer(held_out[0], held_out.first_row)

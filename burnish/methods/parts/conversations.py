@@ -1,0 +1,362 @@
+"""Let model and environments take turns.
+
+All conversations of a call take turn k, then all environments answer, then turn k + 1 begins. So which sequences share a decoding step
+follows from the data alone, and a run in fp32 repeats to the bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import numpy as np
+
+from burnish.config.environment import EnvironmentConfig
+from burnish.data.messages import messages_of
+from burnish.data.turn_bridge import TurnBridge, prove_bridge
+from burnish.environments.base import Action, Observation, ToolCall
+from burnish.environments.calls import Answered, Key
+from burnish.environments.pool import EnvironmentPool
+from burnish.errors import BurnishError
+from burnish.records import Completion, Prompt, Request, RewardCall, Rollout
+from burnish.records.samples import StopReason
+from burnish.records.seeds import derive_seed
+from burnish.rollout.base import Sampling
+
+End = Literal["done", "length", "turns", "calls", "unreadable", "failed"]
+"""Why a conversation ended: the environment ended it, a limit on tokens, turns or calls, unreadable calls, or a failure of the environment."""
+Generate = Callable[[Sequence[Request]], list[list[Completion]]]
+"""Draws a turn of each request."""
+
+
+@dataclass(slots=True, eq=False)
+class _Conversation:
+    """One conversation as it grows."""
+
+    prompt: Prompt
+    sample: int
+    key: Key
+    first: list[int]
+    """Ids up to the first turn of the model."""
+    parts: list[Completion] = field(default_factory=list)
+    """Turns of the model, each with the environment's tokens before it, if any."""
+    heard: list[int] = field(default_factory=list)
+    """The environment's tokens after the last turn."""
+    rewards: dict[str, float] = field(default_factory=dict)
+    """Sums over the turns, by name."""
+    metrics: dict[str, float] = field(default_factory=dict)
+    """Sums over the turns, by name."""
+    record: list[Mapping[str, Any]] = field(default_factory=list)
+    """What was said and heard, for people."""
+    calls: int = 0
+    unread: int = 0
+    """Turns in a row with a call that cannot be read."""
+    seconds: float = 0.0
+    """How long the environment took."""
+    end: End | None = None
+    error: str | None = None
+
+    @property
+    def ids(self) -> list[int]:
+        """Return the ids so far."""
+        return [
+            *self.first,
+            *(token for part in self.parts for token in part.token_ids),
+            *self.heard,
+        ]
+
+    @property
+    def turns(self) -> int:
+        """Return how many turns the model has taken."""
+        return len(self.parts)
+
+
+class Conversations:
+    """Plays conversations with the environments of `rollout.environment`."""
+
+    def __init__(
+        self, config: EnvironmentConfig, pool: EnvironmentPool, bridge: TurnBridge
+    ) -> None:
+        self._config = config
+        self._pool = pool
+        self._bridge = bridge
+        self._proven = config.history == "appended" or not pool.described.tools
+        """Whether a user may answer. The setup proves tools' answers where there are tools."""
+
+    def play(
+        self,
+        prompts: Sequence[Prompt],
+        requests: Sequence[Request],
+        sampling: Sampling,
+        generate: Generate,
+        check: Callable[[], None],
+        moved: Callable[[int], None] = lambda _: None,
+    ) -> list[list[Rollout]]:
+        """Return rollouts by prompt, with the environments' rewards.
+
+        `moved` gets the number of conversations that ended. A rollout whose environment failed has a `reward_error`.
+        """
+        talks = self._begun(prompts, requests, sampling, check)
+        everyone = list(talks)
+        try:
+            while talks:
+                self._say(talks, requests, sampling, generate)
+                self._hear(talks, sampling, check)
+                going_on = [talk for talk in talks if talk.end is None]
+                self._pool.end([talk.key for talk in talks if talk.end is not None])
+                moved(len(talks) - len(going_on))
+                talks = going_on
+        except BaseException:
+            self._pool.end([talk.key for talk in talks])
+            raise
+        rollouts = iter(everyone)
+        return [
+            self._finished([next(rollouts) for _ in range(request.samples)]) for request in requests
+        ]
+
+    def _begun(
+        self,
+        prompts: Sequence[Prompt],
+        requests: Sequence[Request],
+        sampling: Sampling,
+        check: Callable[[], None],
+    ) -> list[_Conversation]:
+        greedy = "greedy" if sampling.temperature == 0 else "sampled"
+        tasks = {}
+        talks = []
+        for prompt, request in zip(prompts, requests, strict=True):
+            for sample in range(request.first_sample, request.first_sample + request.samples):
+                key = (request.prompt_key, sample)
+                seed = derive_seed(sampling.seed, "environment", greedy, sampling.step, *key)
+                tasks[key] = (prompt.columns, seed)
+                talks.append(_Conversation(prompt, sample, key, prompt.token_ids.tolist()))
+        answers = self._pool.begin(tasks, check)
+        for talk in talks:
+            answer = answers[talk.key]
+            if answer.observation is None:
+                self._fail(talk, answer)
+            elif answer.observation.messages:
+                name = f"the conversation with prompt {talk.prompt.index}"
+                before = talk.prompt.messages or [{"role": "user", "content": talk.prompt.text}]
+                new = messages_of(list(answer.observation.messages), name)
+                talk.first = self._bridge.first([*before, *new], name)
+                talk.record += new
+        return talks
+
+    def _say(
+        self,
+        talks: Sequence[_Conversation],
+        requests: Sequence[Request],
+        sampling: Sampling,
+        generate: Generate,
+    ) -> None:
+        """Draw a turn of each conversation."""
+        asking = [talk for talk in talks if talk.end is None]
+        drawn = [
+            Request(
+                talk.key[0],
+                np.array(talk.ids, np.int64),
+                first_sample=talk.sample,
+                turn=talk.turns,
+                max_tokens=self._room(talk, sampling),
+                prompt=talk.prompt,
+            )
+            for talk in asking
+        ]
+        for talk, (said,) in zip(asking, generate(drawn) if drawn else [], strict=True):
+            talk.parts.append(_after(talk.heard, said))
+            talk.heard = []
+
+    def _room(self, talk: _Conversation, sampling: Sampling) -> int:
+        """Return how many tokens are left of the limit on a completion."""
+        return sampling.max_tokens - (len(talk.ids) - len(talk.first))
+
+    def _hear(
+        self, talks: Sequence[_Conversation], sampling: Sampling, check: Callable[[], None]
+    ) -> None:
+        """Tell the environments what was said, and take in their answers."""
+        by_key = {talk.key: talk for talk in talks if talk.end is None}
+        actions = {key: self._action(talk) for key, talk in by_key.items()}
+        for key, answer in self._pool.step(actions, check).items():
+            talk = by_key[key]
+            talk.seconds += answer.seconds
+            if answer.observation is None:
+                self._fail(talk, answer)
+            else:
+                self._take_in(talk, actions[key], answer, sampling)
+
+    def _action(self, talk: _Conversation) -> Action:
+        said = talk.parts[-1]
+        ids = said.token_ids[_mask(said)].tolist()
+        turn = self._bridge.read(ids)
+        calls = tuple(
+            ToolCall(name, arguments, f"{number:09d}")
+            for number, (name, arguments) in enumerate(turn.calls)
+        )
+        allowed = calls[: max(self._config.max_calls - talk.calls, 0)]
+        talk.calls += len(calls)
+        talk.unread = talk.unread + 1 if turn.problem else 0
+        text = self._bridge.text_of(ids)
+        is_cut = said.stop_reason == "length"
+        talk.record.append(
+            {
+                "role": "assistant",
+                "content": text,
+                "calls": [{"name": call.name, "arguments": dict(call.arguments)} for call in calls],
+                "tokens": len(ids),
+                **({"problem": turn.problem} if turn.problem else {}),
+            }
+        )
+        return Action(text, turn.content, allowed, turn.problem, is_cut)
+
+    def _take_in(
+        self, talk: _Conversation, action: Action, answer: Answered, sampling: Sampling
+    ) -> None:
+        observation = answer.observation
+        assert observation is not None
+        _add(talk.rewards, _named(observation.rewards))
+        _add(talk.metrics, observation.metrics)
+        talk.record[-1] = {
+            **talk.record[-1],
+            **({"rewards": dict(_named(observation.rewards))} if observation.rewards else {}),
+        }
+        talk.end = self._end(talk, action, observation)
+        if talk.end is not None:
+            return
+        try:
+            name = f"the environment's answer to prompt {talk.prompt.index}"
+            new = messages_of(list(observation.messages), name)
+            if not self._proven and any(message["role"] == "user" for message in new):
+                prove_bridge(self._bridge, "user")
+                self._proven = True
+            calls = [(call.name, dict(call.arguments)) for call in action.calls]
+            said = talk.parts[-1]
+            heard = self._bridge.following(calls, new, is_ended=self._bridge.ends(said.token_ids))
+        except BurnishError as error:
+            self._fail(talk, answer._replace(error=str(error)))
+            return
+        talk.record += new
+        if len(heard) > self._config.max_reply_tokens or len(heard) >= self._room(talk, sampling):
+            talk.end = "length"
+            return
+        talk.heard = heard
+
+    def _end(self, talk: _Conversation, action: Action, observation: Observation) -> End | None:
+        """Return why a conversation ends after an answer, by the limits in this order; None if it goes on."""
+        config = self._config
+        if action.is_cut:
+            return "length"
+        if talk.calls > config.max_calls:
+            return "calls"
+        if observation.done or not observation.messages:
+            return "done"
+        if talk.turns >= config.max_turns:
+            return "turns"
+        return "unreadable" if talk.unread > config.max_unreadable_turns else None
+
+    def _fail(self, talk: _Conversation, answer: Answered) -> None:
+        talk.end = "failed"
+        talk.error = f"environment: {answer.error}"
+
+    def _finished(self, talks: Sequence[_Conversation]) -> list[Rollout]:
+        """Return a group's rollouts. Their prompt is what their ids have in common, if environments began otherwise."""
+        prompt = talks[0].prompt
+        shared = _common([talk.first for talk in talks])
+        if shared != prompt.token_ids.tolist():
+            text = self._bridge.text_of(shared, special=True)
+            prompt = replace(prompt, token_ids=np.array(shared, np.int64), text=text)
+        return [self._rollout(prompt, talk, talk.first[len(shared) :]) for talk in talks]
+
+    def _rollout(self, prompt: Prompt, talk: _Conversation, opening: Sequence[int]) -> Rollout:
+        completion = _joined(talk.parts)
+        if opening:
+            completion = _after(opening, completion)
+        is_cut = talk.end in ("length", "turns", "calls", "unreadable")
+        stop: StopReason = "length" if is_cut else "stop"
+        completion = replace(completion, stop_reason=stop)
+        text = self._bridge.text_of(completion.token_ids.tolist())
+        numbers = {f"environment/{name}": value for name, value in talk.metrics.items()}
+        numbers |= {"environment/turns": float(talk.turns), "environment/calls": float(talk.calls)}
+        reward = float(sum(talk.rewards.values()))
+        began = completion.times[0] if completion.times else None
+        return Rollout(
+            prompt,
+            talk.sample,
+            completion,
+            text,
+            calls=(RewardCall("environment", reward, talk.error, began, talk.seconds),),
+            reward=reward,
+            reward_parts={**talk.rewards, **numbers},
+            reward_error=talk.error,
+            conversation=tuple(talk.record),
+            end=talk.end,
+        )
+
+
+def _named(rewards: Mapping[str, float] | float) -> Mapping[str, float]:
+    return rewards if isinstance(rewards, Mapping) else {"reward": float(rewards)}
+
+
+def _add(sums: dict[str, float], values: Mapping[str, float]) -> None:
+    for name, value in values.items():
+        sums[name] = sums.get(name, 0.0) + value
+
+
+def _mask(completion: Completion) -> Any:
+    if completion.response_mask is None:
+        return np.ones(len(completion.token_ids), np.bool_)
+    return completion.response_mask
+
+
+def _after(heard: Sequence[int], said: Completion) -> Completion:
+    """Put tokens of an environment before a completion."""
+    if not heard:
+        return said
+    zeros = np.zeros(len(heard), np.float32)
+    shifted = tuple((version, first + len(heard)) for version, first in said.later_versions)
+    return replace(
+        said,
+        token_ids=np.concatenate([np.array(heard, np.int64), said.token_ids]),
+        sampled_logprobs=np.concatenate([zeros, said.sampled_logprobs]),
+        logprobs=np.concatenate([zeros, said.logprobs]),
+        response_mask=np.concatenate([np.zeros(len(heard), np.bool_), _mask(said)]),
+        later_versions=shifted,
+    )
+
+
+def _joined(turns: Sequence[Completion]) -> Completion:
+    """Return a conversation's turns as one completion. The turn before may have been drawn by older weights."""
+    if not turns:
+        nothing = np.zeros(0, np.float32)
+        return Completion(np.zeros(0, np.int64), nothing, nothing, None, 0)
+    if len(turns) == 1:
+        return turns[0]
+    versions: list[tuple[int, int]] = []
+    starts = np.cumsum([0, *(len(turn.token_ids) for turn in turns)]).tolist()
+    for turn, start in zip(turns, starts, strict=False):
+        for version, first in ((turn.weights_version, 0), *turn.later_versions):
+            if not versions or versions[-1][0] != version:
+                versions.append((version, start + first))
+    times = None
+    if turns[0].times and turns[-1].times:
+        times = (*turns[0].times[:2], turns[-1].times[2])
+    return replace(
+        turns[-1],
+        token_ids=np.concatenate([turn.token_ids for turn in turns]),
+        sampled_logprobs=np.concatenate([turn.sampled_logprobs for turn in turns]),
+        logprobs=np.concatenate([turn.logprobs for turn in turns]),
+        weights_version=versions[0][0],
+        later_versions=tuple(versions[1:]),
+        times=times,
+        response_mask=np.concatenate([_mask(turn) for turn in turns]),
+    )
+
+
+def _common(lists: Sequence[Sequence[int]]) -> list[int]:
+    """Return the beginning that all lists have."""
+    first, *others = lists
+    length = min(map(len, lists))
+    for other in others:
+        length = next((place for place in range(length) if first[place] != other[place]), length)
+    return list(first[:length])

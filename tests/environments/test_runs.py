@@ -1,0 +1,84 @@
+"""Training with conversations: it learns, and does the same on other layouts and after kills."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import pytest
+from support.models.tokenizers import SPECIAL, char_tokenizer
+from support.runs.same_runs import assert_same
+from support.runs.training_files import At, burnish, done, metrics, outcome, rollouts
+
+TALKERS = Path(__file__).with_name("talkers.py")
+LETTERS = char_tokenizer().convert_tokens_to_ids([*"abcdefghijklmnopqrstuvwxyz"])
+RL = [
+    *("rl", "rl.yaml", "reward.functions=[]", "data.string_prompts=user"),
+    *("model.fresh.max_position_embeddings=192", "batch.tokens_per_device=384"),
+    f"rollout.environment.function={TALKERS}:Capitals",
+    *("rollout.max_response_length=120", f"rollout.stop_token_ids={LETTERS}", "steps=4"),
+]
+
+
+def test_conversations_are_trained_on(work):
+    run = done(work, *RL, "name=talks")
+    rows = rollouts(run, 4)
+    assert {row["end"] for row in rows} == {"done"}
+    turns = [[m["role"] for m in row["conversation"]] for row in rows]
+    assert turns == [["assistant", "user"] * 2 + ["assistant"]] * len(rows)
+    for row in rows:
+        mask = row["tokens"]["by_model"]
+        said = [text for text, ours in zip(row["tokens"]["texts"], mask, strict=True) if ours]
+        told = [m["content"] for m in row["conversation"] if m["role"] == "assistant"]
+        assert "".join(text for text in said if text not in SPECIAL) == "".join(told)
+        assert row["length"] == sum(mask) < len(mask)
+    last = metrics(run)[-1]
+    assert last["environment/turns"] == 3
+    assert last["rollout/mismatch_kl"] < 1e-5  # what the engine trains is what the generator drew
+
+
+@pytest.mark.nightly
+def test_it_learns(work):
+    run = done(work, *RL, "name=learns", "steps=40", "optim.lr=0.02", "evaluation.every=0")
+    rewards = [row["reward/mean"] for row in metrics(run) if "reward/mean" in row]
+    assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 0.3
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    "settings",
+    [
+        [],
+        ["algorithm.advantage=gae", "critic.lr=0.01"],
+        [
+            "algorithm.advantage=reinforce_plus_plus",
+            "algorithm.kl.coef=0.1",
+            "algorithm.kl.place=reward",
+        ],
+        ["rollout.place=child"],
+    ],
+    ids=["grpo", "ppo", "by token", "child"],
+)
+def test_two_processes_do_what_one_does(work, request, settings):
+    name = request.node.callspec.id.replace(" ", "_")
+    one = done(work, *RL, *settings, f"name=one_{name}")
+    assert_same(done(work, *RL, *settings, f"name=two_{name}", world=2), one)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    "place",
+    [
+        "burnish.methods.parts.conversations:Conversations._say",
+        "burnish.methods.parts.conversations:Conversations._hear",
+        "burnish.environments.pool:EnvironmentPool.step",
+    ],
+)
+@pytest.mark.parametrize(("nth", "ahead"), [(2, 0), (9, 0), (13, 1)])
+def test_a_killed_run_goes_on_as_if_nothing_had_happened(work, place, nth, ahead):
+    settings = [*RL, "checkpoint.save_every=1", f"rollout.ahead={ahead}"]
+    whole = done(work, *settings, f"name=whole_{ahead}")
+    argv = [*settings, f"name=killed_{place.rpartition('.')[2]}_{nth}"]
+    code, _ = burnish(work, *argv, at=At(place, nth, signal.SIGKILL))
+    assert code == -signal.SIGKILL
+    assert outcome(done(work, *argv)) == outcome(whole)
