@@ -7,6 +7,7 @@ SERVICES := .venv-trackers
 VLLM := .venv-vllm
 RAY := .venv-ray
 SMOLLM := .venv-smollm
+GYM := .venv-environments
 OLDEST := .venv-oldest
 
 .PHONY: demo test nightly nightly-oldest lint docs contract faults bench clean
@@ -30,7 +31,7 @@ VERSIONS := $(addprefix tests/,config/test_keys.py data/test_sources.py data/tes
 
 # What is slow and far from training, and more examples of what Hypothesis draws. Run it before an issue ends, and while you work the
 # parts that your change touches: `make nightly-PART`. tests/support/parts.py says which files each has.
-PARTS := units commands models listed engines megatron layouts rollout runs methods served checkpoints kills gpu trackers vllm ray smollm
+PARTS := units commands models listed engines megatron layouts rollout runs methods served checkpoints kills gpu trackers vllm ray smollm environments
 NIGHTLY := $(addprefix nightly-,$(PARTS))
 PART = files=$$($(BIN)/python tests/support/parts.py $*) && $(subst $(VENV),$(ENVIRONMENT),$(PYTEST)) $$files
 ENVIRONMENT := $(VENV)
@@ -40,7 +41,7 @@ nightly: $(NIGHTLY) nightly-oldest
 $(NIGHTLY): nightly-%: $(STAMP)
 	$(PART) -m '(nightly or hypothesis) and not contract' $(WORKERS)
 
-nightly-trackers nightly-vllm nightly-ray nightly-smollm: WORKERS :=
+nightly-trackers nightly-vllm nightly-ray nightly-smollm nightly-environments: WORKERS :=
 nightly-trackers: ENVIRONMENT := $(SERVICES)
 nightly-trackers: $(SERVICES)/.installed
 nightly-vllm: ENVIRONMENT := $(VLLM)
@@ -49,6 +50,8 @@ nightly-ray: ENVIRONMENT := $(RAY)
 nightly-ray: $(RAY)/.installed
 nightly-smollm: ENVIRONMENT := $(SMOLLM)
 nightly-smollm: $(SMOLLM)/.installed
+nightly-environments: ENVIRONMENT := $(GYM)
+nightly-environments: $(GYM)/.installed
 
 nightly-oldest: $(OLDEST)/.installed
 	$(subst $(VENV),$(OLDEST),$(PYTEST)) $(WORKERS) $(VERSIONS)
@@ -91,13 +94,14 @@ $(STAMP): pyproject.toml constraints/cpu.txt
 	$(BIN)/python -m pip install --quiet --constraint constraints/cpu.txt --editable '.[dev,math]'
 	@touch $@
 
-# Beside the packages of the environment above: the clients of the services that runs log to, vLLM, Ray, and a pretrained model.
+# Beside the packages of the environment above: the clients of the services that runs log to, vLLM, Ray, a pretrained model, and environments.
 $(SERVICES)/.installed: constraints/trackers.txt
 $(VLLM)/.installed: constraints/vllm.txt
 $(RAY)/.installed: constraints/ray.txt
 $(SMOLLM)/.installed: constraints/smollm.txt
-$(VLLM)/.installed $(SMOLLM)/.installed: NO_DEPS := --no-deps
-$(SERVICES)/.installed $(VLLM)/.installed $(RAY)/.installed $(SMOLLM)/.installed: $(STAMP)
+$(GYM)/.installed: constraints/environments.txt
+$(VLLM)/.installed $(SMOLLM)/.installed $(GYM)/.installed: NO_DEPS := --no-deps
+$(SERVICES)/.installed $(VLLM)/.installed $(RAY)/.installed $(SMOLLM)/.installed $(GYM)/.installed: $(STAMP)
 	$(PYTHON) -m venv $(@D)
 	$(BIN)/python -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' \
 		> "$$($(@D)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/burnish.pth"
@@ -113,4 +117,4 @@ $(OLDEST)/.installed: pyproject.toml constraints/oldest.txt
 .PHONY: $(NIGHTLY) $(CONTRACTS) $(CAMPAIGNS)
 
 clean:
-	rm -rf $(VENV) $(SERVICES) $(VLLM) $(RAY) $(SMOLLM) $(OLDEST) .venv-peers .mypy_cache .ruff_cache site
+	rm -rf $(VENV) $(SERVICES) $(VLLM) $(RAY) $(SMOLLM) $(GYM) $(OLDEST) .venv-peers .mypy_cache .ruff_cache site

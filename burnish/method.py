@@ -126,7 +126,9 @@ class Method(ABC):
             )
         reads_train = self.trains or config.data.held_out
         files = "data.train" if reads_train else "data.validation"
-        problems += missing_files(config, files, "train" if self.trains else "evaluate")
+        brings_rows = self.generates and self.trains and config.rollout.environment.target
+        if not brings_rows:  # otherwise the environment is asked for rows
+            problems += missing_files(config, files, "train" if self.trains else "evaluate")
         refuse(problems)
         self.settings(config)
 

@@ -65,8 +65,11 @@ class ReasoningGym(Environment):
         questions = _dataset(*self._arguments)
         answer = extract_answer(action.text)
         said = action.content.strip() if answer is None else answer
-        score = questions.score_answer(said, questions[self._index])
-        return Observation(rewards={"score": float(score)}, done=True)
+        try:
+            score = float(questions.score_answer(said, questions[self._index]))
+        except Exception:  # noqa: BLE001 - some data sets raise for an answer of another form, which is wrong then
+            return Observation(rewards={"score": 0.0}, done=True, metrics={"unreadable": 1})
+        return Observation(rewards={"score": score}, done=True)
 
 
 @lru_cache(maxsize=4)

@@ -102,8 +102,14 @@ def _bring_rows(values: dict[str, Any]) -> None:
 
     with EnvironmentPool(environment, asks_rows=True) as pool:
         rows = pool.described.rows
-    if rows is not None:
-        values["data"]["train"] = [stored(rows, "rollout.environment")]
+    if not rows:
+        raise UsageError(
+            "there is nothing to train on",
+            have=f"data.train: [], and {environment.target} brings no rows",
+            want="at least one row",
+            do="set data.train=FILE, or let the class have a classmethod `rows`",
+        )
+    values["data"]["train"] = [stored(rows, "rollout.environment")]
 
 
 def _replace_model(model: dict[str, Any], watch: Watch | None) -> None:
