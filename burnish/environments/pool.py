@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 from burnish.config.environment import EnvironmentConfig
 from burnish.distributed.environment import environ_of_child
@@ -45,7 +45,8 @@ class EnvironmentPool:
         self._history: dict[Key, list[tuple[Begin | Step, Answered]]] = {}
         """What each conversation has done, to repeat it in a fresh process."""
         try:
-            worker = self._worker(0, asks_rows=asks_rows)
+            worker = _Worker(config, "rows" if asks_rows else "tools")
+            self._workers[0] = worker
         except BaseException:
             self.close()
             raise
@@ -88,9 +89,9 @@ class EnvironmentPool:
         prompt_key, sample = key
         return (prompt_key + sample) % self._config.workers
 
-    def _worker(self, place: int, *, asks_rows: bool = False) -> _Worker:
+    def _worker(self, place: int) -> _Worker:
         if place not in self._workers:
-            self._workers[place] = _Worker(self._config, asks_rows=asks_rows)
+            self._workers[place] = _Worker(self._config)
         return self._workers[place]
 
     def _run(self, calls: Sequence[Begin | Step], check: Check) -> dict[Key, Answered]:
@@ -174,8 +175,8 @@ class EnvironmentPool:
 
 
 class _Worker:
-    def __init__(self, config: EnvironmentConfig, *, asks_rows: bool) -> None:
-        """Start a process, and wait until it has imported the class. Raises `UsageError` if it cannot."""
+    def __init__(self, config: EnvironmentConfig, asked: Literal["", "tools", "rows"] = "") -> None:
+        """Start a process, and wait until it has imported the class and told what is asked. Raises `UsageError` if it cannot."""
         self._config = config
         self.pending: dict[Key, Begin | Step] = {}
         """Its calls without an answer, in order."""
@@ -192,7 +193,7 @@ class _Worker:
                 # A session of its own: its group can be killed, and it does not get the terminal's ctrl-C.
                 start_new_session=True,
             )
-        self.send((config.target, config.arguments, asks_rows, sys.argv, sys.path))
+        self.send((config.target, config.arguments, asked, sys.argv, sys.path))
         try:
             described = self.connection.recv() if self.connection.poll(_START_SECONDS) else None
         except (EOFError, OSError):

@@ -27,14 +27,16 @@ MOST_CHARACTERS = 1 << 20
 
 
 def main(descriptor: int, parent: int) -> None:
-    """Describe the class, then serve calls until the connection closes or the process `parent` is gone."""
+    """Describe the class if asked to, then serve calls until the connection closes or the process `parent` is gone."""
     os.set_inheritable(descriptor, False)
     threading.Thread(target=_exit_without, args=(parent,), daemon=True).start()
     with Connection(descriptor) as connection, asyncio.Runner() as runner:
         try:
-            function, kwargs, asks_rows, sys.argv, sys.path = connection.recv()
+            function, kwargs, asked, sys.argv, sys.path = connection.recv()
             make = load_function(function, "rollout.environment.function")
-            described = description_of(make, function, kwargs, asks_rows=asks_rows)
+            described = description_of(make, function, kwargs) if asked else Described((), None)
+            if asked == "rows":
+                described = described._replace(rows=rows_brought_by(make, function, kwargs))
         except BurnishError as error:
             connection.send(error)
             return
@@ -50,10 +52,8 @@ def main(descriptor: int, parent: int) -> None:
                 os._exit(0)  # an environment has forked, and returned in both processes
 
 
-def description_of(
-    make: Any, name: str, kwargs: Mapping[str, Any], *, asks_rows: bool = True
-) -> Described:
-    """Return tools and rows of the class `make`. Raises `UsageError` for one that is no environment."""
+def description_of(make: Any, name: str, kwargs: Mapping[str, Any]) -> Described:
+    """Return the tools of the class `make`. Raises `UsageError` for one that is no environment."""
     missing = [each for each in ("begin", "step", "close") if not hasattr(make, each)]
     if missing:
         raise UsageError(
@@ -71,24 +71,29 @@ def description_of(
             want=f"{name}{inspect.signature(make)}",
             do="correct rollout.environment.kwargs",
         ) from error
-    rows = None
-    if asks_rows and hasattr(make, "rows"):
-        try:
-            parameters = inspect.signature(make.rows).parameters.values()
-            takes_all = any(each.kind is each.VAR_KEYWORD for each in parameters)
-            names = kwargs if takes_all else {each.name for each in parameters} & kwargs.keys()
-            rows = make.rows(**{name: kwargs[name] for name in names})
-            rows = None if rows is None else [*rows]
-        except BurnishError:
-            raise
-        except Exception as error:
-            raise UsageError(
-                f"rollout.environment.function: the rows of {name} cannot be made",
-                have=failure(error),
-                do="correct the class",
-            ) from error
-    tools = getattr(make, "tools", ())
-    return Described([schema_of(tool) for tool in tools], rows)
+    return Described([schema_of(tool) for tool in getattr(make, "tools", ())], None)
+
+
+def rows_brought_by(
+    make: Any, name: str, kwargs: Mapping[str, Any]
+) -> list[Mapping[str, Any]] | None:
+    """Return the rows that the class brings, or None. Raises `UsageError` if they cannot be made."""
+    if not hasattr(make, "rows"):
+        return None
+    try:
+        parameters = inspect.signature(make.rows).parameters.values()
+        takes_all = any(each.kind is each.VAR_KEYWORD for each in parameters)
+        names = kwargs if takes_all else {each.name for each in parameters} & kwargs.keys()
+        rows = make.rows(**{key: kwargs[key] for key in names})
+        return None if rows is None else [*rows]
+    except BurnishError:
+        raise
+    except Exception as error:
+        raise UsageError(
+            f"rollout.environment.function: the rows of {name} cannot be made",
+            have=failure(error),
+            do="correct the class",
+        ) from error
 
 
 def schema_of(tool: Callable[..., Any]) -> Mapping[str, Any]:

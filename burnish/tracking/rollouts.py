@@ -16,8 +16,6 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Se
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-import numpy as np
-
 from burnish.errors import CorruptError
 from burnish.files.storage import open_regular
 from burnish.tracking.rundir import write_atomically
@@ -110,6 +108,8 @@ def _on_all_tokens(values: Floats, mask: Mask | None) -> Floats:
     """Return numbers of the tokens that the model drew, with 0 for those that an environment wrote."""
     if mask is None:
         return values
+    import numpy as np  # readers of rollouts do not need it
+
     spread = np.zeros(len(mask), np.float32)
     spread[mask] = values
     return spread

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +21,20 @@ from burnish.rollout.base import Sampling
 TALKERS = Path(__file__).with_name("talkers.py")
 ASKED = [{"role": "user", "content": "What is 3 times 4?"}]
 CALL = '<tool_call>\n{"name": "multiply", "arguments": {"a": 3, "b": 4}}\n</tool_call>'
+
+
+@cache
+def pool_of(name):
+    """One pool for all tests of a class."""
+    config = EnvironmentConfig(function=f"{TALKERS}:{name}", workers=1, timeout_seconds=3)
+    return EnvironmentPool(config)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _closed_pools():
+    yield
+    for name in ("Calculator", "Rewarding", "Counting"):
+        pool_of(name).close()
 
 
 class Scripted:
@@ -43,23 +58,21 @@ class Scripted:
         return Completion(ids, numbers, numbers - 0.5, reason, weights_version=request.turn)
 
 
-def play(name, scripts, tokenizer=None, *, max_tokens=1000, pool=None, **settings):
+def play(name, scripts, tokenizer=None, *, max_tokens=1000, **settings):
     """One conversation a script; returns rollouts, the script's reader and the tokenizer."""
     tools = name in ("Calculator", "Rewarding")
     tokenizer = tokenizer or (calling_tokenizer() if tools else char_tokenizer(CHATML))
-    config = EnvironmentConfig(
-        function=f"{TALKERS}:{name}", workers=2, timeout_seconds=3, **settings
-    )
-    with EnvironmentPool(config) as environments:
-        described = [dict(tool) for tool in environments.described.tools]
-        bridge = TurnBridge(tokenizer, DataConfig(), described, [tokenizer.eos_token_id])
-        ids = np.array(bridge.first(ASKED, "a test"), np.int64)
-        prompt = Prompt(5, ids, tokenizer.decode(ids), ASKED, None, "", {})
-        request = Request(9, ids, len(scripts), prompt=prompt)
-        generate = Scripted(tokenizer, scripts)
-        conversations = Conversations(config, environments, bridge)
-        sampling = Sampling(max_tokens, seed=1, step=2)
-        (rollouts,) = conversations.play([prompt], [request], sampling, generate, lambda: None)
+    config = EnvironmentConfig(function=f"{TALKERS}:{name}", timeout_seconds=3, **settings)
+    environments = pool_of(name)
+    described = [dict(tool) for tool in environments.described.tools]
+    bridge = TurnBridge(tokenizer, DataConfig(), described, [tokenizer.eos_token_id])
+    ids = np.array(bridge.first(ASKED, "a test"), np.int64)
+    prompt = Prompt(5, ids, tokenizer.decode(ids), ASKED, None, "", {})
+    request = Request(9, ids, len(scripts), prompt=prompt)
+    generate = Scripted(tokenizer, scripts)
+    conversations = Conversations(config, environments, bridge)
+    sampling = Sampling(max_tokens, seed=1, step=2)
+    (rollouts,) = conversations.play([prompt], [request], sampling, generate, lambda: None)
     return rollouts, generate, tokenizer, described
 
 
@@ -105,8 +118,6 @@ def test_log_probs_are_the_turns_own_and_zero_elsewhere():
     completion = rollout.completion
     mask = completion.response_mask
     assert completion.count_drawn == mask.sum() < len(mask)
-    counts = [len(CALL) - len("<tool_call>") - len("</tool_call>")]
-    del counts
     assert (completion.sampled_logprobs[~mask] == 0).all()
     assert (completion.logprobs[mask] == completion.sampled_logprobs[mask] - 0.5).all()
     assert (completion.sampled_logprobs[mask] == -1).sum() == 2  # each turn's first token
@@ -178,7 +189,7 @@ def test_a_failed_environment_drops_its_rollout_only(how):
 
 
 def test_what_an_environment_says_first_becomes_part_of_the_prompt():
-    (one, two), _, tokenizer, _ = play("Counting", [["a"] * 3, ["b"] * 3], kwargs={"first": 0})
+    (one, two), _, tokenizer, _ = play("Counting", [["a"] * 3, ["b"] * 3])
     assert one.prompt is two.prompt
     assert one.prompt.text.endswith("Count from 0.<|im_end|>\n<|im_start|>assistant\n")
     assert said(one, tokenizer) == ["a<|im_end|>"] * 3

@@ -351,7 +351,7 @@ def test_a_device_s_cache_is_emptied_for_a_generator_beside_it_alone(
     )
     config = configured(rollout={"place": place})
     foundation: Any = SimpleNamespace(config=config, tokenizer=char_tokenizer(), layout=Layout())
-    pool: Any = SimpleNamespace(score=None)
+    pool: Any = SimpleNamespace(score=None, environments=None)
     progress = Progress(enabled=False)
     collector = make_collector(foundation, pool, lambda: None, progress, None)
 
