@@ -149,19 +149,26 @@ class TurnBridge:
     def _with_stand_ins(self, new: Sequence[Message]) -> tuple[list[Message], dict[str, str]]:
         """Put words in the place of texts that have a control token's text; return these texts by word."""
         texts: dict[str, str] = {}
-        heard = []
-        for message in new:
-            content = message.get("content")
-            if isinstance(content, str) and any(mark in content for mark in self._control):
-                word = f"{_HEARD}{len(texts)}e"
-                texts[word] = content
-                message = message | {"content": word}
-            heard.append(message)
-        return heard, texts
+
+        def stood_in(value: Any) -> Any:
+            if isinstance(value, dict):
+                return {key: stood_in(each) for key, each in value.items()}
+            if isinstance(value, list):
+                return [stood_in(each) for each in value]
+            if not isinstance(value, str) or not any(mark in value for mark in self._control):
+                return value
+            word = f"{_HEARD}{len(texts)}e"
+            texts[word] = value
+            return word
+
+        return [stood_in(message) for message in new], texts
 
     def _ids(self, text: str, texts: Mapping[str, str] | None = None) -> list[int]:
         ids: list[int] = []
-        for word, content in (texts or {}).items():
+        # A template may leave a text out, write it twice, or in another order.
+        while words := {text.find(word): word for word in texts or {} if word in text}:
+            word = words[min(words)]
+            content = (texts or {})[word]
             before, _, text = text.partition(word)
             ids += self._tokenizer(before, add_special_tokens=False)["input_ids"]
             # Somebody else's text must not end a turn or begin one in another role.
@@ -176,19 +183,29 @@ class TurnBridge:
     ) -> FirstDifference | None:
         """Compare random conversations in parts with whole ones; return the first difference.
 
-        `role` answers the model: tool or user. With `thoughts`, the model thinks before it answers. Conversations whose turns do not tokenize to the same ids alone and
-        within the whole say nothing, and are left out.
+        `role` answers the model: tool or user. With `thoughts`, the model thinks before it answers. Turns that do not tokenize to the
+        same ids alone and within the whole say nothing. Raises `UsageError` if none can be compared.
         """
         rng = random.Random(seed)
+        compared = 0
         for _ in range(_CONVERSATIONS):
-            difference = self._difference(rng, role, thoughts=thoughts)
+            turns, difference = self._compared(rng, role, thoughts=thoughts)
             if difference is not None:
                 return difference
+            compared += turns
+        if compared == 0:
+            raise UsageError(
+                "it cannot be proven how the chat template writes earlier turns",
+                have="no turn of the model that begins where the prompt ends and has the same token ids alone",
+                want="a template that opens the assistant's turn with add_generation_prompt",
+                do="set rollout.environment.history=appended if you know that it keeps earlier turns, or set model.chat_template",
+            )
         return None
 
-    def _difference(
+    def _compared(
         self, rng: random.Random, role: str, *, thoughts: bool
-    ) -> FirstDifference | None:
+    ) -> tuple[int, FirstDifference | None]:
+        """Compare a random conversation; return how many turns could be compared, and the first difference."""
         messages: list[Message] = [{"role": "user", "content": _some(rng)}]
         ids = self.first(messages, "a conversation")
         text = self._whole(messages, "a conversation")
@@ -202,20 +219,20 @@ class TurnBridge:
             new = [*_results(rng, calls)] or [{"role": "user", "content": _some(rng)}]
             spoken = self._spoken(messages, said)
             if spoken is None:
-                return None
+                return turn, None
             whole_text = self._whole([*messages, said, *new], "a conversation")
             # The part of a text that a model could have said: it may not lean on what stands before it.
             in_one = self._ids(text + spoken)
             apart = [*self._ids(text), *self._ids(spoken)]
-            if in_one != apart and turn == 0:
-                return None
+            if in_one != apart:
+                return turn, None
             ids = [*ids, *self._ids(spoken), *self.following(calls, new)]
             messages += [said, *new]
             whole = self._ids(whole_text)
             if ids != whole:
-                return self._first_of(whole, ids)
+                return turn, self._first_of(whole, ids)
             text = whole_text
-        return None
+        return turn + 1, None
 
     def _spoken(self, before: Sequence[Message], said: Message) -> str | None:
         """Return what the template writes for a turn after its opening, up to its end."""
@@ -263,7 +280,8 @@ def proven_bridge(
 def prove_bridge(bridge: TurnBridge, role: str) -> None:
     """Raise `UsageError` unless conversations in parts have the ids of whole ones.
 
-    `role` answers the model: tool or user. Turns with thoughts are compared too if the template writes them. Many templates drop those of earlier turns.
+    `role` answers the model: tool or user. Turns with thoughts are compared too if the template writes them: many templates drop those
+    of earlier turns.
     """
     for thoughts in (False, True) if bridge.thinks else (False,):
         difference = bridge.difference(role, thoughts=thoughts)

@@ -52,6 +52,12 @@ def test_templates_whose_turns_depend_on_others_are_refused(template):
         prove_bridge(bridge_of(calling_tokenizer(template), [MULTIPLY]), "tool")
 
 
+def test_a_template_of_which_nothing_can_be_compared_is_refused():
+    template = CHATML.replace("{{ '<|im_start|>assistant\n' }}", "{{ '<|im_start|>model\n' }}")
+    with pytest.raises(UsageError):
+        prove_bridge(bridge_of(char_tokenizer(template)), "user")
+
+
 def test_tools_need_a_place_in_the_template():
     with pytest.raises(UsageError):
         bridge_of(char_tokenizer(CHATML), [MULTIPLY])
@@ -83,6 +89,9 @@ def test_what_was_said_is_never_tokenized_again():
 def test_text_of_an_environment_never_becomes_a_control_token(text):
     tokenizer = calling_tokenizer()
     bridge = bridge_of(tokenizer, [MULTIPLY])
+    parts = [{"type": "text", "text": text}]
+    twice = bridge.following([], [{"role": "tool", "name": text, "content": parts}])
+    assert twice == bridge.following([], [{"role": "tool", "content": text}])
     heard = bridge.following([], [{"role": "tool", "content": text}])
     control = [*map(str, tokenizer.convert_ids_to_tokens(heard))]
     marks = [token for token in control if len(token) > 1]
