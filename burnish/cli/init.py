@@ -41,6 +41,7 @@ def init(args: Namespace) -> None:
     rows = _rows(method, data) if is_here else None
     values = {"model": one_line(args.model or _MODEL), "data": one_line(data), **_proposed(rows)}
     values["lora"] = "  lora: {rank: 16}\n" if args.lora else ""
+    values["lr"] = f"{method.lora_lr if args.lora else method.lr:.1e}".replace("e-0", "e-")
     files = {}
     if method.generates:
         column = answer_column(DataConfig(), rows) if rows is not None else "answer"
@@ -111,7 +112,9 @@ def _proposed(rows: Any) -> dict[str, Any]:
         "validation": f"validation: {'5%' if count >= _MANY_ROWS else '10%'}"
         if split
         else "# validation: FILE",
-        "evaluation": "evaluation: {every: 20}\n" if split else "",
+        "evaluation": "evaluation: {every: 20}\n"
+        if split
+        else "# evaluation: {every: 20}  # steps between validations, with a file\n",
     }
 
 
