@@ -439,8 +439,10 @@ def _require_command(argv: Sequence[str]) -> None:
     ]
     from burnish.config.suggestions import METHODS_ELSEWHERE
 
+    in_groups = [name for name in names if name.endswith(f" {first}")]
     do = (
         METHODS_ELSEWHERE.get(first)
+        or (in_groups and f"did you mean burnish {in_groups[0]}?")
         or did_you_mean(typed, among)
         or "see burnish --help; burnish run FILE.py:CLASS trains with a method of your own"
     )
