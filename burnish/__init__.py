@@ -5,7 +5,7 @@
     result = burnish.sft(model="Qwen/Qwen3-0.6B", data="chats.jsonl", epochs=3)
     result = burnish.rl(model="Qwen/Qwen3-0.6B", data=rows, reward=correct, steps=100)
     result.model                                  # a directory that transformers loads
-    burnish.evaluate(result.directory)            # the numbers by name
+    burnish.evaluate(result.directory, data={"validation": held_out})    # the numbers by name
     burnish.run("my.py:DPO", "dpo.yaml")          # a method of your own: a subclass of burnish.Method
 
 Settings are keywords, those of the configuration's file: `burnish config explain KEY` describes each. Each name, and torch with it, is

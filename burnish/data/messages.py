@@ -6,6 +6,7 @@ trained on becomes OpenAI's `weight: 0`.
 
 from __future__ import annotations
 
+import difflib
 import json
 from collections.abc import Mapping
 from typing import Any
@@ -35,6 +36,7 @@ _RESULTS = ("function", "tool_response")
 """Other roles of a tool's result (OpenAI's first form; ms-swift)."""
 _CALLS = ("function_call", "tool_call")
 """Roles whose content is calls as JSON text (LLaMA-Factory; ms-swift)."""
+_KNOWN_ROLES = (*_ROLES.values(), "observation", "developer", *_RESULTS, *_CALLS)
 _TRAINED = {
     "weight": False,
     "loss": False,
@@ -128,6 +130,11 @@ def _message(turn: Any, name: str, exact: bool) -> Message:
     meant = _ROLES.get(turn["role"].strip().lower())
     if meant and turn["role"] not in (*_ROLES.values(), "observation"):
         raise _not_messages(name, turn, want=f"the role {meant}")
+    near = difflib.get_close_matches(turn["role"], _KNOWN_ROLES, n=1, cutoff=0.8)
+    if (
+        near and turn["role"] not in _KNOWN_ROLES
+    ):  # a mistyped turn would be rendered, and never trained on
+        raise _not_messages(name, turn, want=f"the role {near[0]}")
     message: Message = _cleaned(turn, "arguments" if exact else "")
     if message["role"] in _RESULTS:
         message["role"] = "tool"

@@ -157,3 +157,14 @@ def test_functions_are_tools() -> None:
     assert tools_of({"functions": [function]}, "row 7") == [tool]
     assert tools_of({"functions": [function], "tools": [CALL]}, "row 7") == [CALL]
     assert tools_of({"functions": "", "tools": None}, "row 7") is None
+
+
+@pytest.mark.parametrize("role", ["usr", "asistant", "assisstant", "users", "sytem", "tools"])
+def test_a_mistyped_role_is_refused(role):
+    with pytest.raises(UsageError):
+        messages_of([{"role": role, "content": "hello"}], "row 0")
+
+
+@pytest.mark.parametrize("role", ["developer", "ipython", "observation", "critic", "expert"])
+def test_roles_of_templates_stay(role):
+    assert messages_of([{"role": role, "content": "hello"}], "row 0")[0]["role"] == role
