@@ -155,7 +155,7 @@ class RewardPool:
                 )
 
     def require_answer(self, prompt: Prompt, name: str) -> None:
-        """Score a ground truth as completion. Raises `UsageError` if a function fails."""
+        """Score a ground truth as completion, twice, since a function may forget that it gets several. Raises `UsageError` if it fails."""
         if not self._signatures:
             return
         text = prompt.answer if isinstance(prompt.answer, str) else ""
@@ -165,7 +165,7 @@ class RewardPool:
         no_ids = np.zeros(0, dtype=np.int64)
         no_numbers = np.zeros(0, dtype=np.float32)
         completion = Completion(no_ids, no_numbers, no_numbers, "stop", weights_version=0)
-        (rollout,) = self.score([Rollout(prompt, 0, completion, text)])
+        rollout, _ = self.score([Rollout(prompt, sample, completion, text) for sample in range(2)])
         if any(call.error for call in rollout.calls):  # None is an answer: it does not apply
             raise UsageError(
                 f"the reward fails for {name}",

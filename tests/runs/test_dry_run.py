@@ -107,6 +107,8 @@ def test_a_reward_is_called_on_the_first_row(work: Path, monkeypatch: pytest.Mon
     monkeypatch.chdir(work)
     with pytest.raises(UsageError):
         set_up(read_config("rl.yaml", [own("rewards.py:raises")]), METHODS["rl"])
+    with pytest.raises(UsageError):
+        set_up(read_config("rl.yaml", [own("rewards.py:short")]), METHODS["rl"])
 
 
 def test_several_faults_are_told_together(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
