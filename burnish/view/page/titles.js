@@ -32,9 +32,9 @@ const TITLES = {
   "train/tokens": "Trained tokens", "timing_s/step": "Step, seconds", "perf/wait_seconds": "Waiting for completions, seconds", "perf/max_memory_gb": "Peak memory, GB", "perf/max_memory_gb/all": "Peak memory, GB",
 };
 const FIRST = ["accuracy", "mean@", "exact_match", "reward", "pass@"], MOST_LINES = 6;
-const ALONE = /(^|\/)(loss|response_length|reward|reward_parts|dropped|errors|tokens|perplexity)(\/|$)/;
+const ALONE = /(^|\/)(loss|response_length|reward|reward_parts|environment|dropped|errors|tokens|perplexity)(\/|$)/;
 // The end of a validation's metric, after the source if there is one, and words for some.
-const MEASURED = /^(?:(.+?)\/)??((?:response_length|reward_parts)\/[^/]+|[^/]+)$/;
+const MEASURED = /^(?:(.+?)\/)??((?:response_length|reward_parts|environment)\/[^/]+|[^/]+)$/;
 const MEASURES = {"response_length/mean": "response length, tokens", "response_length/clip_ratio": "truncated responses, share", dropped: "completions without a reward"};
 
 const capital = (text) => text.charAt(0).toUpperCase() + text.slice(1);
@@ -55,11 +55,12 @@ export function metricTitle(name) {
   if (name.startsWith("perf/max_memory_gb/")) return `Peak memory in ${plain(rest.slice(1).join("/"))}, GB`;
   if (/^perf\/slowest_(rank|share)\//.test(name)) return `Slowest rank to ${plain(rest.slice(1).join("/"))}${rest[0] === "slowest_share" ? ", time over the median" : ""}`;
   if (name.startsWith("reward/parts/")) return `Reward of ${plain(rest.slice(1).join("/"))}`;
+  if (family === "environment") return `${capital(words)} of a conversation`;
   return family === "perf" ? capital(words) : capital(`${plain(family)} › ${words}`);
 }
 
 // What a validation measured, in plain words.
-export const measureTitle = (measure) => MEASURES[measure] ?? plain(measure).replace(/^reward parts › /, "reward of ");
+export const measureTitle = (measure) => MEASURES[measure] ?? plain(measure).replace(/^reward parts › /, "reward of ").replace(/^environment › /, "");
 
 // A metric's name within a chart of several.
 export const lineName = (name) => (name === "perf/max_memory_gb" ? "all" : name.replace(/^(perf\/max_memory_gb|[^/]+)\//, ""));
