@@ -11,12 +11,12 @@ import inspect
 import json
 import os
 import sys
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
+from burnish.distributed.parent_watch import exit_without
 from burnish.environments.base import Environment, Observation
 from burnish.environments.calls import Answered, Begin, Call, Close, Described, Key
 from burnish.errors import BurnishError, UsageError
@@ -29,7 +29,7 @@ MOST_CHARACTERS = 1 << 20
 def main(descriptor: int, parent: int) -> None:
     """Describe the class if asked to, then serve calls until the connection closes or the process `parent` is gone."""
     os.set_inheritable(descriptor, False)
-    threading.Thread(target=_exit_without, args=(parent,), daemon=True).start()
+    exit_without(parent)
     with Connection(descriptor) as connection, asyncio.Runner() as runner:
         try:
             function, kwargs, asked, sys.argv, sys.path = connection.recv()
@@ -206,12 +206,6 @@ def _closed(environment: Any, runner: asyncio.Runner) -> None:
             runner.run(_together([result]))
     except Exception as error:  # noqa: BLE001 - of a user's class
         print(f"an environment did not close: {failure(error)}", file=sys.stderr)
-
-
-def _exit_without(parent: int) -> None:
-    while os.getppid() == parent:
-        time.sleep(1)
-    os._exit(1)
 
 
 if __name__ == "__main__":

@@ -10,12 +10,11 @@ import errno
 import faulthandler
 import os
 import sys
-import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
+from burnish.distributed.parent_watch import exit_without
 from burnish.errors import BurnishError
 from burnish.extend import REWARDS
 from burnish.functions import load_function
@@ -40,7 +39,7 @@ def main(descriptor: int, parent: int, stack: int) -> None:
     for inherited in (descriptor, stack):
         os.set_inheritable(inherited, False)
     faulthandler.register(STACK_SIGNAL, stack, all_threads=False)
-    threading.Thread(target=_exit_without, args=(parent,), daemon=True).start()
+    exit_without(parent)
     with Connection(descriptor) as connection, asyncio.Runner() as runner:
         try:
             named, concurrency, timeout, sys.argv, sys.path = connection.recv()
@@ -96,12 +95,6 @@ async def _concurrently(
             connection.send((number, answers))
 
     await asyncio.gather(*(answer(*each) for each in bundle))
-
-
-def _exit_without(parent: int) -> None:
-    while os.getppid() == parent:
-        time.sleep(1)
-    os._exit(1)
 
 
 if __name__ == "__main__":
