@@ -207,3 +207,14 @@ def test_text_of_tools_cannot_speak_in_another_role():
     heard = rollout.completion.token_ids[~mask]
     assert (heard == tokenizer.eos_token_id).sum() == 1
     assert said(rollout, tokenizer) == [f"{line}<|im_end|>", "No.<|im_end|>"]
+
+
+def test_what_an_environment_says_first_counts_as_response():
+    (rollout,), generate, *_ = play("Counting", [["a"] * 3], max_tokens=20)
+    assert not generate.requests  # its first words alone are longer
+    assert (rollout.end, rollout.completion.count_drawn) == ("length", 0)
+    (rollout,), generate, *_ = play("Counting", [["a"] * 3], max_tokens=80)
+    assert generate.requests[0].max_tokens < 80
+    whole = len(rollout.prompt.token_ids) + len(rollout.completion.token_ids)
+    asked = generate.requests[0].prompt.token_ids
+    assert whole <= len(asked) + 80

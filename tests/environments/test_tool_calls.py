@@ -6,7 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.models.tokenizers import CHATML
-from support.models.tool_templates import BY_FORM, MULTIPLY, calling_tokenizer
+from support.models.tool_templates import (
+    BY_FORM,
+    HARMONY_CALLS,
+    MULTIPLY,
+    calling_tokenizer,
+)
 
 from burnish.data.template import ChatTemplate
 from burnish.data.tool_calls import FORMS, form_of, parse_turn
@@ -86,3 +91,18 @@ def test_thoughts_are_no_content():
     said = '<think>\n<tool_call> perhaps\n</think>\n\nYes.<tool_call>{"name": "look", "arguments": {}}</tool_call>'
     turn = parse_turn(said, form)
     assert turn == ("Yes.", "<tool_call> perhaps", [("look", {})], None)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        ' to=functions.look<|channel|>commentary json<|message|>{"a": 1}',
+        '<|channel|>commentary to=functions.look <|constrain|>json<|message|>{"a": 1}',
+        '<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>commentary to=functions.look<|message|>{"a": 1}<|call|>',
+    ],
+)
+def test_calls_of_harmony_are_read(text):
+    form = form_of(ChatTemplate(calling_tokenizer(HARMONY_CALLS), {}))
+    assert form is not None
+    assert form.name == "harmony"
+    assert parse_turn(text, form).calls == [("look", {"a": 1})]

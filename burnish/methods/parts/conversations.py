@@ -37,8 +37,10 @@ class _Conversation:
     prompt: Prompt
     sample: int
     key: Key
-    first: list[int]
-    """Ids up to the first turn of the model."""
+    ids: list[int]
+    """The token ids so far."""
+    opening: int
+    """How many of them stand before the first turn of the model."""
     parts: list[Completion] = field(default_factory=list)
     """Turns of the model, each with the environment's tokens before it, if any."""
     heard: list[int] = field(default_factory=list)
@@ -56,15 +58,6 @@ class _Conversation:
     """How long the environment took."""
     end: End | None = None
     error: str | None = None
-
-    @property
-    def ids(self) -> list[int]:
-        """Return the ids so far."""
-        return [
-            *self.first,
-            *(token for part in self.parts for token in part.token_ids),
-            *self.heard,
-        ]
 
     @property
     def turns(self) -> int:
@@ -130,7 +123,8 @@ class Conversations:
                 key = (request.prompt_key, sample)
                 seed = derive_seed(sampling.seed, "environment", greedy, sampling.step, *key)
                 tasks[key] = (prompt.columns, seed)
-                talks.append(_Conversation(prompt, sample, key, prompt.token_ids.tolist()))
+                ids = prompt.token_ids.tolist()
+                talks.append(_Conversation(prompt, sample, key, ids, len(ids)))
         answers = self._pool.begin(tasks, check)
         for talk in talks:
             answer = answers[talk.key]
@@ -140,8 +134,11 @@ class Conversations:
                 name = f"the conversation with prompt {talk.prompt.index}"
                 before = talk.prompt.messages or [{"role": "user", "content": talk.prompt.text}]
                 new = messages_of(list(answer.observation.messages), name)
-                talk.first = self._bridge.first([*before, *new], name)
+                talk.ids = self._bridge.first([*before, *new], name)
+                talk.opening = len(talk.ids)
                 talk.record += new
+                if _room(talk, sampling) < 1:
+                    talk.end = "length"
         return talks
 
     def _say(
@@ -159,18 +156,15 @@ class Conversations:
                 np.array(talk.ids, np.int64),
                 first_sample=talk.sample,
                 turn=talk.turns,
-                max_tokens=self._room(talk, sampling),
+                max_tokens=_room(talk, sampling),
                 prompt=talk.prompt,
             )
             for talk in asking
         ]
         for talk, (said,) in zip(asking, generate(drawn) if drawn else [], strict=True):
             talk.parts.append(_after(talk.heard, said))
+            talk.ids += said.token_ids.tolist()
             talk.heard = []
-
-    def _room(self, talk: _Conversation, sampling: Sampling) -> int:
-        """Return how many tokens are left of the limit on a completion."""
-        return sampling.max_tokens - (len(talk.ids) - len(talk.first))
 
     def _hear(
         self, talks: Sequence[_Conversation], sampling: Sampling, check: Callable[[], None]
@@ -224,12 +218,12 @@ class Conversations:
         talk.end = self._end(talk, action, observation)
         if talk.end is not None:
             return
+        if not self._proven and any(each["role"] == "user" for each in observation.messages):
+            prove_bridge(self._bridge, "user")
+            self._proven = True
         try:
             name = f"the environment's answer to prompt {talk.prompt.index}"
             new = messages_of(list(observation.messages), name)
-            if not self._proven and any(message["role"] == "user" for message in new):
-                prove_bridge(self._bridge, "user")
-                self._proven = True
             calls = [(call.name, dict(call.arguments)) for call in action.calls]
             said = talk.parts[-1]
             heard = self._bridge.following(calls, new, is_ended=self._bridge.ends(said.token_ids))
@@ -237,10 +231,11 @@ class Conversations:
             self._fail(talk, answer._replace(error=str(error)))
             return
         talk.record += new
-        if len(heard) > self._config.max_reply_tokens or len(heard) >= self._room(talk, sampling):
+        if len(heard) > self._config.max_reply_tokens or len(heard) >= _room(talk, sampling):
             talk.end = "length"
             return
         talk.heard = heard
+        talk.ids += heard
 
     def _end(self, talk: _Conversation, action: Action, observation: Observation) -> End | None:
         """Return why a conversation ends after an answer, by the limits in this order; None if it goes on."""
@@ -262,11 +257,13 @@ class Conversations:
     def _finished(self, talks: Sequence[_Conversation]) -> list[Rollout]:
         """Return a group's rollouts. Their prompt is what their ids have in common, if environments began otherwise."""
         prompt = talks[0].prompt
-        shared = _common([talk.first for talk in talks])
+        openings = [talk.ids[: talk.opening] for talk in talks]
+        shared = _common(openings)
         if shared != prompt.token_ids.tolist():
             text = self._bridge.text_of(shared, special=True)
             prompt = replace(prompt, token_ids=np.array(shared, np.int64), text=text)
-        return [self._rollout(prompt, talk, talk.first[len(shared) :]) for talk in talks]
+        own = [opening[len(shared) :] for opening in openings]
+        return [self._rollout(prompt, *each) for each in zip(talks, own, strict=True)]
 
     def _rollout(self, prompt: Prompt, talk: _Conversation, opening: Sequence[int]) -> Rollout:
         completion = _joined(talk.parts)
@@ -292,6 +289,11 @@ class Conversations:
             conversation=tuple(talk.record),
             end=talk.end,
         )
+
+
+def _room(talk: _Conversation, sampling: Sampling) -> int:
+    """Return how many tokens are left after the row's prompt. What an environment says first counts too, as memory is planned so."""
+    return sampling.max_tokens - (len(talk.ids) - len(talk.prompt.token_ids))
 
 
 def _named(rewards: Mapping[str, float] | float) -> Mapping[str, float]:

@@ -83,6 +83,11 @@ KIMI = _chatml(
 )
 """Kimi K2's."""
 
+HARMONY_CALLS = _chatml(
+    f"{{{{ ' to=functions.' + {_NAME} + '<|channel|>commentary json<|message|>' + {_ARGUMENTS} + '<|call|>' }}}}"
+)
+"""gpt-oss's, which has one call a turn."""
+
 BY_FORM = {
     "Hermes": (HERMES, HERMES_IN_USER),
     "Qwen XML": (QWEN_XML,),
