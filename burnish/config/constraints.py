@@ -551,6 +551,18 @@ def _of_ramps(config: RunConfig, waiting: int) -> Iterator[BurnishError]:
 def sampling_problems(config: RunConfig) -> Iterator[BurnishError]:
     """Yield why completions cannot be drawn, by a generator or an endpoint."""
     yield from _broken(config, (*_OF_SAMPLING, *_OF_ENDPOINTS))
+    yield from _of_environment(config)
+
+
+def _of_environment(config: RunConfig) -> Iterator[BurnishError]:
+    """Yield an error for settings of conversations without an environment."""
+    if config.rollout.environment.target is None and _given(config, "rollout.environment"):
+        yield UsageError(
+            "rollout.environment has settings and names no environment",
+            have=", ".join(_given(config, "rollout.environment")),
+            want="rollout.environment.function or rollout.environment.reasoning_gym",
+            do="set one of them, or remove rollout.environment",
+        )
 
 
 def example_problems(config: RunConfig) -> Iterator[BurnishError]:
@@ -561,6 +573,7 @@ def example_problems(config: RunConfig) -> Iterator[BurnishError]:
 def reward_problems(config: RunConfig) -> Iterator[BurnishError]:
     """Yield why a policy cannot learn from rewards."""
     yield from _broken(config, (*_OF_RL, *_OF_SAMPLING))
+    yield from _of_environment(config)
     if not config.scores:
         yield UsageError(
             "there is no reward to learn from",

@@ -21,7 +21,7 @@ from burnish.data.template import ChatTemplate
 from burnish.data.tokenizer import single_template
 from burnish.data.tool_calls import Called, ParsedTurn, form_of, parse_turn
 from burnish.errors import UsageError
-from burnish.records import TokenIds
+from burnish.records import Prompt, TokenIds
 
 _SAID = "qzjxsaid"
 _HEARD = "qzjxheard"
@@ -259,6 +259,17 @@ class TurnBridge:
             for part in (whole, ids)
         ]
         return FirstDifference(place, *names)
+
+
+def require_messages(prompt: Prompt) -> None:
+    """Raise `UsageError` for a prompt that is a plain text: the template cannot continue it as a conversation."""
+    if prompt.messages is None:
+        raise UsageError(
+            "rollout.environment needs prompts that are messages",
+            have=f"a text: {prompt.text[:80]!r}",
+            want="messages, or texts that become a user's message",
+            do="set data.string_prompts=user",
+        )
 
 
 def proven_bridge(

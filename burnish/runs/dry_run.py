@@ -103,6 +103,10 @@ def set_up(
                         lengths = dataset.lengths.tolist()
                     if pool is not None and isinstance(first, PromptDataset | Mixture):
                         pool.require_answer(first[0], first.first_row)
+                        if pool.environments is not None:
+                            from burnish.data.turn_bridge import require_messages
+
+                            require_messages(first[0])
     if errors:
         raise together(errors, "the setup of this run")
     return config, lengths, adapted

@@ -82,3 +82,19 @@ def test_a_killed_run_goes_on_as_if_nothing_had_happened(work, place, nth, ahead
     code, _ = burnish(work, *argv, at=At(place, nth, signal.SIGKILL))
     assert code == -signal.SIGKILL
     assert outcome(done(work, *argv)) == outcome(whole)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        [*RL, "data.string_prompts=raw"],
+        ["rl", "rl.yaml", "rollout.environment.max_turns=3"],
+        [*RL, "rollout.environment.reasoning_gym=chain_sum"],
+        [*RL, "rollout.place=child", "rollout.ahead=1", "rollout.in_flight=true"],
+    ],
+    ids=["texts", "no environment", "two environments", "in flight"],
+)
+def test_settings_that_make_no_conversation_are_refused(work, settings):
+    code, output = burnish(work, *settings, "--dry-run")
+    assert code == 2, output
+    assert "Traceback" not in output

@@ -14,7 +14,7 @@ import numpy as np
 
 from burnish.config.environment import EnvironmentConfig
 from burnish.data.messages import messages_of
-from burnish.data.turn_bridge import TurnBridge, prove_bridge
+from burnish.data.turn_bridge import TurnBridge, prove_bridge, require_messages
 from burnish.environments.base import Action, Observation, ToolCall
 from burnish.environments.calls import Answered, Key
 from burnish.environments.pool import EnvironmentPool
@@ -119,6 +119,7 @@ class Conversations:
         tasks = {}
         talks = []
         for prompt, request in zip(prompts, requests, strict=True):
+            require_messages(prompt)
             for sample in range(request.first_sample, request.first_sample + request.samples):
                 key = (request.prompt_key, sample)
                 seed = derive_seed(sampling.seed, "environment", greedy, sampling.step, *key)
@@ -132,7 +133,7 @@ class Conversations:
                 self._fail(talk, answer)
             elif answer.observation.messages:
                 name = f"the conversation with prompt {talk.prompt.index}"
-                before = talk.prompt.messages or [{"role": "user", "content": talk.prompt.text}]
+                before = talk.prompt.messages or ()
                 new = messages_of(list(answer.observation.messages), name)
                 talk.ids = self._bridge.first([*before, *new], name)
                 talk.opening = len(talk.ids)
