@@ -18,7 +18,7 @@ from burnish.config.schema import EngineConfig, FormulaConfig, ModelConfig, RunC
 from burnish.config.section import Section
 from burnish.config.shares import exact_part
 from burnish.errors import BurnishError, UsageError, count_text, together
-from burnish.extend import ENGINES, GENERATORS, TRACKERS, Table
+from burnish.extend import ENGINES, ENVIRONMENTS, GENERATORS, TRACKERS, Table
 
 _LARGEST_BETA_IN_BF16 = 0.996
 """bf16 has 8 significant bits, so a number times 0.997 may round back to itself and never fall."""
@@ -117,7 +117,6 @@ _OF_SAMPLING: Sequence[_Constraint] = (
     ("rollout.tensor_parallel", "rollout.engine=vllm|sglang|FILE:NAME", ""),
     ("rollout.servers", "rollout.place=servers", ""),
     ("rollout.engine=sglang", "model.lora.publish=merged", "it loads whole models only"),
-    ("rollout.environment.function", "rollout.environment.reasoning_gym=null", "one is enough"),
     ("rollout.environment", "rollout.in_flight=false", "a conversation takes its turns in waves"),
     (
         "rollout.environment",
@@ -555,13 +554,15 @@ def sampling_problems(config: RunConfig) -> Iterator[BurnishError]:
 
 
 def _of_environment(config: RunConfig) -> Iterator[BurnishError]:
-    """Yield an error for settings of conversations without an environment."""
-    if config.rollout.environment.target is None and _given(config, "rollout.environment"):
+    """Yield an error for settings of conversations without an environment, and for two environments."""
+    named = [f"rollout.environment.{name}" for name in config.rollout.environment.named]
+    given = _given(config, "rollout.environment")
+    if len(named) > 1 or (given and not named):
         yield UsageError(
-            "rollout.environment has settings and names no environment",
-            have=", ".join(_given(config, "rollout.environment")),
-            want="rollout.environment.function or rollout.environment.reasoning_gym",
-            do="set one of them, or remove rollout.environment",
+            f"rollout.environment names {'two environments' if named else 'no environment'}",
+            have=", ".join(named or given),
+            want=f"one of the settings function, {', '.join(ENVIRONMENTS)}",
+            do="set one of them" if named else "set one of them, or remove rollout.environment",
         )
 
 

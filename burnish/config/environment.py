@@ -35,15 +35,17 @@ class EnvironmentConfig(Section):
     """Processes that run environments, beside each training process. Each makes one call at a time, or all of a wave if they are coroutines."""
 
     @property
+    def named(self) -> dict[str, str]:
+        """The environment by the setting that names it, `function` or a package; empty without one."""
+        values = {name: getattr(self, name) for name in ("function", *ENVIRONMENTS)}
+        return {name: value for name, value in values.items() if value is not None}
+
+    @property
     def target(self) -> str | None:
-        """The class: `function`, or that of a package; None without an environment."""
-        if self.reasoning_gym is not None:
-            return ENVIRONMENTS["reasoning_gym"]
-        return self.function
+        """The class: `function`, or that which adapts a package; None without an environment."""
+        return next((ENVIRONMENTS.get(name, value) for name, value in self.named.items()), None)
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """The arguments of its constructor."""
-        if self.reasoning_gym is not None:
-            return {"dataset": self.reasoning_gym, **self.kwargs}
-        return self.kwargs
+        """The arguments of its constructor. A package's class gets its setting too, by the setting's name."""
+        return {**{n: v for n, v in self.named.items() if n in ENVIRONMENTS}, **self.kwargs}

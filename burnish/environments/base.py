@@ -77,6 +77,11 @@ class Environment:
         """
         return None
 
+    @classmethod
+    def schemas(cls) -> Iterable[Mapping[str, Any]] | None:
+        """Return the JSON schemas of the tools, if `call` runs tools that are not in `tools`. Parameters are as those of `rows`."""
+        return None
+
     def begin(self, row: Mapping[str, Any], seed: int) -> Sequence[Message]:
         """Return messages that follow the row's prompt.
 

@@ -16,23 +16,28 @@ class ReasoningGym(Environment):
     """One question and one answer. The answer stands between `<answer>` and `</answer>`, or is the whole text."""
 
     def __init__(
-        self, dataset: str, size: int = 500, seed: int = 0, system: str = "direct", **settings: Any
+        self,
+        reasoning_gym: str,
+        size: int = 500,
+        seed: int = 0,
+        system: str = "direct",
+        **settings: Any,
     ) -> None:
         """`system` names one of the package's system prompts, and `settings` are the data set's own."""
-        self._arguments = dataset, size, seed, json.dumps(settings, sort_keys=True)
+        self._arguments = reasoning_gym, size, seed, json.dumps(settings, sort_keys=True)
         self._index = 0
 
     @classmethod
     def rows(
         cls,
-        dataset: str = "",
+        reasoning_gym: str = "",
         size: int = 500,
         seed: int = 0,
         system: str = "direct",
         **settings: Any,
     ) -> Iterator[Mapping[str, Any]]:
         """Yield the questions. A row has only the question's number: the data set makes the rest again."""
-        questions = _dataset(dataset, size, seed, json.dumps(settings, sort_keys=True))
+        questions = _dataset(reasoning_gym, size, seed, json.dumps(settings, sort_keys=True))
         from reasoning_gym.utils import SYSTEM_PROMPTS
 
         if system not in SYSTEM_PROMPTS:
@@ -49,7 +54,7 @@ class ReasoningGym(Environment):
             yield {
                 "prompt": [opening, asked],
                 "answer": str(entry["answer"]),
-                "data_source": dataset,
+                "data_source": reasoning_gym,
                 "index": index,
             }
 

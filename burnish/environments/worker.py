@@ -36,7 +36,7 @@ def main(descriptor: int, parent: int) -> None:
             make = load_function(function, "rollout.environment.function")
             described = description_of(make, function, kwargs) if asked else Described((), None)
             if asked == "rows":
-                described = described._replace(rows=rows_brought_by(make, function, kwargs))
+                described = described._replace(rows=brought_by(make, "rows", function, kwargs))
         except BurnishError as error:
             connection.send(error)
             return
@@ -71,26 +71,30 @@ def description_of(make: Any, name: str, kwargs: Mapping[str, Any]) -> Described
             want=f"{name}{inspect.signature(make)}",
             do="correct rollout.environment.kwargs",
         ) from error
-    return Described([schema_of(tool) for tool in getattr(make, "tools", ())], None)
+    schemas = brought_by(make, "schemas", name, kwargs)
+    if schemas is None:
+        schemas = [schema_of(tool) for tool in getattr(make, "tools", ())]
+    return Described(schemas, None)
 
 
-def rows_brought_by(
-    make: Any, name: str, kwargs: Mapping[str, Any]
+def brought_by(
+    make: Any, what: str, name: str, kwargs: Mapping[str, Any]
 ) -> list[Mapping[str, Any]] | None:
-    """Return the rows that the class brings, or None. Raises `UsageError` if they cannot be made."""
-    if not hasattr(make, "rows"):
+    """Return what a class method of `make` makes, `rows` or `schemas`, or None. Raises `UsageError` if it fails."""
+    method = getattr(make, what, None)
+    if method is None:
         return None
     try:
-        parameters = inspect.signature(make.rows).parameters.values()
+        parameters = inspect.signature(method).parameters.values()
         takes_all = any(each.kind is each.VAR_KEYWORD for each in parameters)
         names = kwargs if takes_all else {each.name for each in parameters} & kwargs.keys()
-        rows = make.rows(**{key: kwargs[key] for key in names})
-        return None if rows is None else [*rows]
+        made = method(**{key: kwargs[key] for key in names})
+        return None if made is None else [*made]
     except BurnishError:
         raise
     except Exception as error:
         raise UsageError(
-            f"rollout.environment.function: the rows of {name} cannot be made",
+            f"rollout.environment: {name} cannot make its {what}",
             have=failure(error),
             do="correct the class",
         ) from error

@@ -143,3 +143,14 @@ class Capitals(burnish.Environment):
         share = sum(letter.isupper() for letter in action.text) / max(len(action.text), 1)
         again = [{"role": "user", "content": f"{self.row}!"}]
         return burnish.Observation(again, rewards={"capitals": share}, done=self.turns == 3)
+
+
+class Described(burnish.Environment):
+    """An environment whose tools depend on its arguments."""
+
+    def __init__(self, tool: str) -> None:
+        self.tool = tool
+
+    @classmethod
+    def schemas(cls, tool: str):
+        return [{"type": "function", "function": {"name": tool, "parameters": {}}}]

@@ -110,3 +110,8 @@ def test_tools_are_described_by_types_and_docstrings():
         "type": "integer",
         "description": "The first number.",
     }
+
+
+def test_a_class_describes_tools_that_depend_on_its_arguments():
+    with pool_of("Described", tool="look") as pool:
+        assert [each["function"]["name"] for each in pool.described.tools] == ["look"]

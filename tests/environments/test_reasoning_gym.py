@@ -34,7 +34,7 @@ def test_questions_and_scores_are_the_packages(name):
     import reasoning_gym
 
     theirs = reasoning_gym.create_dataset(name, size=3, seed=5)
-    rows = list(ReasoningGym.rows(dataset=name, size=3, seed=5))
+    rows = list(ReasoningGym.rows(reasoning_gym=name, size=3, seed=5))
     assert [row["prompt"][-1]["content"] for row in rows] == [e["question"] for e in theirs]
     for entry, row in zip(theirs, rows, strict=True):
         for answer in (str(entry["answer"]), "no idea"):
@@ -89,7 +89,7 @@ def test_what_the_package_does_not_have_is_refused(kwargs):
 @pytest.mark.skipif(INSTALLED, reason="it is installed")
 def test_without_the_package_the_extra_is_named(work: Path):
     with pytest.raises(MissingError, match="gym"):
-        list(ReasoningGym.rows(dataset="chain_sum"))
+        list(ReasoningGym.rows(reasoning_gym="chain_sum"))
     code, output = burnish(
         work,
         "rl",
