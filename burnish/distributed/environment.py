@@ -10,7 +10,8 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from types import FrameType
 
 from burnish.distributed.layout import Layout
@@ -74,6 +75,23 @@ def environ_of_child() -> dict[str, str]:
     """Return an environment in which a child Python finds the same modules."""
     path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
     return os.environ | {"PYTHONPATH": path}
+
+
+def descendants(pid: int) -> list[int]:
+    """Return a process's descendants, in any session."""
+    pids = []
+    for file in Path(f"/proc/{pid}/task").glob("*/children"):
+        with suppress(OSError):
+            for child in map(int, file.read_text().split()):
+                pids += [child, *descendants(child)]
+    return pids
+
+
+def kill_descendants(pid: int) -> None:
+    """Kill all that a process has started, before it ends and orphans them."""
+    for child in descendants(pid):
+        with suppress(ProcessLookupError):
+            os.kill(child, signal.SIGKILL)
 
 
 def die_with_agent(environ: MutableMapping[str, str]) -> None:

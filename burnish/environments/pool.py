@@ -20,7 +20,7 @@ from multiprocessing.connection import Connection, wait
 from typing import Any, Literal, Self
 
 from burnish.config.environment import EnvironmentConfig
-from burnish.distributed.environment import environ_of_child
+from burnish.distributed.environment import environ_of_child, kill_descendants
 from burnish.environments.base import Action
 from burnish.environments.calls import Answered, Begin, Close, Described, Key, Step
 from burnish.errors import BurnishError, UsageError
@@ -237,8 +237,9 @@ class _Worker:
         return None
 
     def end(self) -> None:
-        """Kill the process and all that it started."""
+        """Kill the process and all that it started, in any session."""
         self.connection.close()
+        kill_descendants(self._process.pid)
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()

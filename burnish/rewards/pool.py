@@ -31,7 +31,7 @@ import numpy as np
 
 from burnish.config.credentials import with_environment
 from burnish.config.schema import RewardConfig
-from burnish.distributed.environment import environ_of_child
+from burnish.distributed.environment import environ_of_child, kill_descendants
 from burnish.errors import BurnishError, MissingError, UsageError
 from burnish.extend import REWARDS
 from burnish.records import Completion, Prompt, RewardCall, Rollout
@@ -306,7 +306,7 @@ class RewardPool:
 
     def _end(self, patience: float) -> None:
         for worker in self._workers:
-            worker.kill_programs()  # before the worker ends and orphans them
+            kill_descendants(worker.pid)  # before the worker ends and orphans them
             worker.release()
         for worker in self._workers:
             worker.end(patience)
@@ -541,6 +541,10 @@ class _Worker:
         self._send((named, config.concurrency, config.timeout_seconds, sys.argv, sys.path))
 
     @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
     def is_idle(self) -> bool:
         return bool(self.signatures) and not self.left
 
@@ -614,14 +618,9 @@ class _Worker:
         self.connection.close()
         self._stack.close()
 
-    def kill_programs(self) -> None:
-        for pid in _descendants(self._process.pid):
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-
     def end(self, patience: float) -> int:
         """Kill the worker's programs and end it, by force after `patience` seconds."""
-        self.kill_programs()
+        kill_descendants(self.pid)
         with suppress(subprocess.TimeoutExpired):
             return self._process.wait(patience)
         with suppress(ProcessLookupError):  # another thread has killed it
@@ -637,13 +636,3 @@ class _Worker:
         if returncode == errno.ENOMEM:
             how = "MemoryError"
         return f"ended {'' if self.signatures else 'while importing '}({how})"
-
-
-def _descendants(pid: int) -> list[int]:
-    """Return a process's descendants, in any session."""
-    pids = []
-    for file in Path(f"/proc/{pid}/task").glob("*/children"):
-        with suppress(OSError):
-            for child in map(int, file.read_text().split()):
-                pids += [child, *_descendants(child)]
-    return pids

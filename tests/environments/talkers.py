@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import subprocess
 import time
 
 import burnish
@@ -73,6 +74,9 @@ class Counting(burnish.Environment):
             time.sleep(1000)
         if action.text == "fail":
             raise burnish.EnvironmentFailure("no connection")
+        if action.text == "leave":
+            left = subprocess.Popen(["sleep", "1000"], start_new_session=True)
+            return burnish.Observation([{"role": "user", "content": str(left.pid)}])
         if action.text == "flood":
             return burnish.Observation([{"role": "user", "content": "x" * (50 << 20)}])
         if action.text == "nonsense":

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from support.ranks.waiting import until_gone
 
 from burnish.config.environment import EnvironmentConfig
 from burnish.environments.base import Action
@@ -61,6 +62,13 @@ def test_a_lost_process_costs_one_conversation_only(how, timeout):
         assert contents(answers) == ["2", None, "2", "2"]
         assert answers[1].error is not None
         assert contents(say(pool, "a")) == ["3"]
+
+
+def test_what_a_tool_started_in_a_session_of_its_own_ends_with_its_process():
+    with begun() as pool:
+        (pid,) = contents(say(pool, "leave"))
+        assert Path(f"/proc/{pid}").exists()
+    until_gone(int(pid))
 
 
 def test_an_environment_that_does_not_repeat_is_not_gone_on_with():

@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from support.ranks.waiting import until_gone
 
 from burnish.config.schema import RewardConfig, RewardFunctionConfig
 from burnish.errors import MissingError, UsageError
@@ -326,19 +327,7 @@ def test_a_deadline_bounds_the_wait_and_kills_what_the_function_started(
     pool = make_pool("child_hangs", kwargs={"pid_file": str(pid_file)}, timeout_seconds=2.0)
     (rollout,) = pool.score(texts("x"))
     assert "2 s" in rollout.reward_error
-    wait_until_gone(int(pid_file.read_text()))
-
-
-def wait_until_gone(pid: int) -> None:
-    for _ in range(600):
-        try:
-            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-        except FileNotFoundError:
-            return
-        if state == "Z":  # dead, waiting for whoever adopted it
-            return
-        time.sleep(0.05)
-    pytest.fail(f"process {pid} still runs")
+    until_gone(int(pid_file.read_text()))
 
 
 def test_a_child_of_a_dead_worker_is_not_waited_for(make_pool, texts) -> None:
@@ -525,7 +514,7 @@ def test_a_program_with_a_session_of_its_own_ends_with_the_worker(
     pool = make_pool("leaves_a_session", kwargs={"pid_file": str(pid_file)}, timeout_seconds=30.0)
     pool.score(texts("x"))
     pool.close()
-    wait_until_gone(int(pid_file.read_text()))
+    until_gone(int(pid_file.read_text()))
 
 
 def test_a_function_that_hangs_on_all_samples_of_a_prompt_is_not_given_up(
@@ -689,7 +678,7 @@ def test_a_worker_ends_when_its_parent_is_killed(tmp_path: Path) -> None:
         "os.kill(os.getpid(), signal.SIGKILL)\n"
     )
     done = subprocess.run([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
-    wait_until_gone(int(done.stdout.split()[-1]))
+    until_gone(int(done.stdout.split()[-1]))
 
 
 def test_a_wait_ends_with_what_its_check_raises_and_leaves_no_late_answers(
