@@ -8,12 +8,16 @@ from __future__ import annotations
 
 import inspect
 import json
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 Message = Mapping[str, Any]
-"""A chat message: `role`, `content`, and what the chat template reads beside them."""
+"""A chat message: `role`, `content`, and what the chat template reads beside them.
+
+A tool's message may have `is_error`, `began` (seconds since 1970) and `seconds` of its call. The model does not see these.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,30 +96,38 @@ class Environment:
     def step(self, action: Action) -> Observation:
         """Answer what the model said. By default run the calls; a turn without any ends the conversation."""
         if action.problem is not None:
-            return Observation([{"role": "tool", "content": f"Error: {action.problem}"}])
+            told = {"role": "tool", "content": f"Error: {action.problem}", "is_error": True}
+            return Observation([told])
         if not action.calls:
             return Observation(done=True)
-        return Observation([self.call(call) for call in action.calls])
+        answers = []
+        for call in action.calls:
+            began = time.time()
+            start = time.monotonic()
+            answer = self.call(call)
+            answers.append({**answer, "began": began, "seconds": time.monotonic() - start})
+        return Observation(answers)
 
     def call(self, call: ToolCall) -> Message:
         """Run a call, and return the tool's message. The tool's errors are told to the model."""
         known = {tool.__name__: tool for tool in self.tools}
         message = {"role": "tool", "name": call.name, "tool_call_id": call.id}
+        failed = message | {"is_error": True}
         tool = known.get(call.name)
         if tool is None:
-            return message | {
+            return failed | {
                 "content": f"Error: there is no tool {call.name}; there are {', '.join(known)}"
             }
         try:
             inspect.signature(tool).bind(**call.arguments)
         except TypeError as error:
-            return message | {"content": f"Error: {call.name}: {error}"}
+            return failed | {"content": f"Error: {call.name}: {error}"}
         try:
             result = tool(**call.arguments)
         except EnvironmentFailure:
             raise
         except Exception as error:  # noqa: BLE001 - whatever a tool raises is told to the model
-            return message | {"content": f"Error: {type(error).__name__}: {error}"}
+            return failed | {"content": f"Error: {type(error).__name__}: {error}"}
         return message | {"content": result if isinstance(result, str) else _as_json(result)}
 
     def close(self) -> None:

@@ -43,6 +43,10 @@ class Answered(NamedTuple):
     """None: the environment failed."""
     error: str | None
     seconds: float
+    began: float | None = None
+    """In seconds since 1970; None if the call was never made."""
+    notes: Sequence[Mapping[str, Any]] = ()
+    """What each message says of a tool's call and the model does not see: `is_error`, `began` and `seconds`."""
 
 
 class Described(NamedTuple):

@@ -141,7 +141,7 @@ def serve(
         except MemoryError:
             os._exit(errno.ENOMEM)
         except Exception as error:  # noqa: BLE001 - of a user's class
-            send(Answered(call.key, None, failure(error), time.monotonic() - began))
+            send(_ended(call.key, None, failure(error), began))
             continue
         if inspect.isawaitable(result):
             waiting.append(_awaited(call.key, result, began, send))
@@ -159,25 +159,37 @@ async def _awaited(key: Key, result: Any, began: float, send: Callable[[Answered
     try:
         value = await result
     except Exception as error:  # noqa: BLE001 - of a user's class
-        send(Answered(key, None, failure(error), time.monotonic() - began))
+        send(_ended(key, None, failure(error), began))
         return
     send(_answer(key, value, began))
 
 
 def _answer(key: Key, result: Any, began: float) -> Answered:
-    seconds = time.monotonic() - began
     if not isinstance(result, Observation):
         result = Observation(result or ())  # of `begin`
     try:
+        messages = [_plain(message) for message in result.messages]
+        notes = [_note(message) for message in messages]
         observation = Observation(
-            [_plain(message) for message in result.messages],
+            messages,
             _numbers(result.rewards),
             bool(result.done),
             _numbers(result.metrics),
         )
     except (TypeError, ValueError) as error:
-        return Answered(key, None, f"an answer that is no burnish.Observation: {error}", seconds)
-    return Answered(key, observation, None, seconds)
+        return _ended(key, None, f"an answer that is no burnish.Observation: {error}", began)
+    return _ended(key, observation, None, began, notes)
+
+
+def _ended(
+    key: Key,
+    observation: Observation | None,
+    error: str | None,
+    began: float,
+    notes: Sequence[Mapping[str, Any]] = (),
+) -> Answered:
+    seconds = time.monotonic() - began
+    return Answered(key, observation, error, seconds, time.time() - seconds, notes)
 
 
 def _plain(message: Any) -> dict[str, Any]:
@@ -190,6 +202,12 @@ def _plain(message: Any) -> dict[str, Any]:
         # Half of a surrogate pair is no text, and no tokenizer takes it.
         fields["content"] = content[:MOST_CHARACTERS].encode("utf-8", "replace").decode()
     return fields
+
+
+def _note(message: dict[str, Any]) -> dict[str, Any]:
+    """Take from a message what the model does not see."""
+    kinds: dict[str, Callable[[Any], Any]] = {"is_error": bool, "began": float, "seconds": float}
+    return {name: kind(message.pop(name)) for name, kind in kinds.items() if name in message}
 
 
 def _numbers(values: Any) -> dict[str, float]:

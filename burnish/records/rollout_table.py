@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from burnish.records.samples import Completion, Prompt, Rollout, StopReason, digest_of
+from burnish.records.samples import Completion, End, Prompt, Rollout, StopReason, digest_of
 
 EncodedTable = tuple[
     bytes, dict[str, bytes], Sequence[tuple[Any, ...]], Sequence[tuple[Any, ...]], list[int]
@@ -38,7 +38,7 @@ class RolloutKind(NamedTuple):
     error: str | None
     parts: tuple[str, ...]
     """The names in `Rollout.reward_parts`."""
-    end: str | None = None
+    end: End | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +24,8 @@ Experts = npt.NDArray[np.integer[Any]]
 
 StopReason = Literal["stop", "length"]
 """Why a completion ended: at a stop id, stop string or eos ("stop"), or at its limit ("length")."""
+End = Literal["done", "length", "turns", "calls", "unreadable", "failed"]
+"""Why a conversation ended: the environment ended it, a limit on tokens, turns or calls, unreadable calls, or a failure of the environment."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -186,6 +188,19 @@ class RewardCall:
     seconds: float
 
 
+class TurnSpan(NamedTuple):
+    """When the model, the environment or a tool was busy with a turn of a conversation."""
+
+    kind: Literal["model", "environment", "tool"]
+    name: str
+    turn: int
+    """0-based; -1 before the first turn."""
+    began: float
+    """In seconds since 1970."""
+    seconds: float
+    error: str | None = None
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Rollout:
     """A completion with its prompt and reward."""
@@ -207,8 +222,10 @@ class Rollout:
     calls: tuple[RewardCall, ...] = ()
     """The calls for its reward: functions, then models."""
     conversation: tuple[Mapping[str, Any], ...] = ()
-    """What model and environment said, as JSON has it: messages after the prompt, with each turn's calls, tokens, rewards and seconds."""
-    end: str | None = None
+    """What model and environment said, as JSON has it: messages after the prompt, with each turn's calls, tokens and rewards."""
+    spans: tuple[TurnSpan, ...] = ()
+    """When a conversation's model, environment and tools were busy. No file but a trace has it, so equal runs write equal files."""
+    end: End | None = None
     """Why a conversation ended; None without an environment."""
     owner: int | None = None
     """The rank that has the tokens and texts; others have arrays of the same shapes, of -1 and NaN. None: all ranks have them."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from typing import get_args
 
 import numpy as np
 
@@ -10,6 +11,7 @@ from burnish.config.schema import RewardConfig
 from burnish.errors import UsageError, count_text
 from burnish.records import Rollout
 from burnish.records.rollout_table import RolloutTable
+from burnish.records.samples import End
 from burnish.tracking.stats import Max, Mean, Stats, Sum
 
 log = logging.getLogger("burnish")
@@ -136,4 +138,9 @@ def rollout_stats(table: RolloutTable) -> Stats:
         if there.any():
             metric = name if name.startswith("environment/") else f"reward/parts/{name}"
             stats[metric] = Mean(float(values.sum()), int(there.sum()))
+    if any(kind.end for kind in table.kinds):
+        ends = [table.kinds[number].end for number in table.rows["kind"].tolist()]
+        for end in get_args(End):
+            stats[f"environment/ended_{end}"] = Mean(ends.count(end), count)
+        stats["environment/failed"] = Sum(ends.count("failed"))
     return stats

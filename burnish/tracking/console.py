@@ -47,6 +47,8 @@ _FIELDS = (
     # Label, metrics of which the first that exists is shown, format, columns that the text is padded to.
     ("reward", ("reward/mean",), _compact, 6),
     ("errors", ("reward/errors",), "{:.0f}".format, 1),
+    ("turns", ("environment/turns",), "{:.1f}".format, 3),
+    ("failed", ("environment/failed",), "{:.0f}".format, 1),
     ("loss", ("actor/pg_loss", "actor/loss", "train/loss"), _compact, 7),
     ("kl", ("actor/kl_loss",), _compact, 7),
     ("ppo_kl", ("actor/ppo_kl",), _compact, 7),
@@ -57,7 +59,8 @@ _FIELDS = (
     ("tok/s", ("perf/tokens_per_s",), _compact, 5),
     ("", ("timing_s/step",), _seconds, 6),
 )
-_DROPPED_FIRST = ("ent", "ppo_kl", "kl", "len", "lr", "tok/s", "eta", "grad")
+_FAILURES = ("errors", "failed")  # not shown if there are none
+_DROPPED_FIRST = ("ent", "ppo_kl", "kl", "len", "lr", "tok/s", "eta", "turns", "grad")
 
 
 def duration(seconds: float) -> str:
@@ -117,9 +120,11 @@ class ConsoleTracker(Tracker):
         parts = {}
         for label, names, form, columns in _FIELDS:
             value = next((values[name] for name in names if name in values), None)
-            if value is None or (label == "errors" and not value):
+            # Conversations that failed are among the errors.
+            alike = values.get("environment/failed", 0) if label == "errors" else 0
+            if value is None or (label in _FAILURES and value == alike):
                 continue
-            bad = label == "errors" or not math.isfinite(value)
+            bad = label in _FAILURES or not math.isfinite(value)
             style = "bold red" if bad else "green" if label == "reward" else ""
             parts[label] = _labelled(label, f"{form(value):>{columns}}", style)
         if self._total is not None and self._recent:

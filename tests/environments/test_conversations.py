@@ -143,8 +143,21 @@ def test_rewards_of_turns_are_added_by_name():
 def test_parallel_calls_are_answered_in_order():
     other = CALL.replace("4", "5")
     (rollout,), *_ = play("Calculator", [[f"{CALL}\n{other}", "Done."]])
-    heard = [message["content"] for message in rollout.conversation if message["role"] == "tool"]
-    assert heard == ["12", "15"]
+    heard = [message for message in rollout.conversation if message["role"] == "tool"]
+    assert [message["content"] for message in heard] == ["12", "15"]
+    assert not any(message.keys() & {"is_error", "began", "seconds"} for message in heard)
+    assert rollout.reward_parts["environment/calling_turns"] == 0.5
+    spans = [(span.kind, span.name, span.turn, span.error) for span in rollout.spans]
+    assert spans == [
+        ("environment", "environment", -1, None),
+        ("model", "model", 0, None),
+        ("environment", "environment", 0, None),
+        *[("tool", "multiply", 0, None)] * 2,
+        ("model", "model", 1, None),
+        ("environment", "environment", 1, None),
+    ]
+    _, _, around, *tools, _, _ = rollout.spans
+    assert sum(each.seconds for each in tools) <= around.seconds
 
 
 @pytest.mark.parametrize(
@@ -161,6 +174,8 @@ def test_errors_of_calls_are_told_to_the_model(line, told):
     (message,) = [each for each in rollout.conversation if each["role"] == "tool"]
     assert "Error" in message["content"]
     assert told in message["content"]
+    assert message["is_error"] is True
+    assert rollout.reward_parts["environment/failed_calls"] == 1
     assert rollout.reward_error is None
 
 
@@ -190,6 +205,7 @@ def test_a_failed_environment_drops_its_rollout_only(how):
     rollouts, *_ = play("Counting", scripts)
     assert [rollout.end for rollout in rollouts] == ["done", "failed", "done"]
     assert rollouts[1].reward_error is not None
+    assert rollouts[1].spans[-1].error is not None
     assert [rollout.reward for rollout in rollouts[::2]] == [3.0, 3.0]
 
 

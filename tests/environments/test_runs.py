@@ -25,7 +25,8 @@ def test_conversations_are_trained_on(work):
     rows = rollouts(run, 4)
     assert {row["end"] for row in rows} == {"done"}
     turns = [[m["role"] for m in row["conversation"]] for row in rows]
-    assert turns == [["assistant", "user"] * 2 + ["assistant"]] * len(rows)
+    assert turns == [["assistant", "user"] * 3] * len(rows)
+    assert [m.get("unseen") for m in rows[0]["conversation"]] == [None] * 5 + [True]
     for row in rows:
         mask = row["tokens"]["by_model"]
         said = [text for text, ours in zip(row["tokens"]["texts"], mask, strict=True) if ours]
@@ -34,6 +35,11 @@ def test_conversations_are_trained_on(work):
         assert row["length"] == sum(mask) < len(mask)
     last = metrics(run)[-1]
     assert last["environment/turns"] == 3
+    assert last["environment/ended_done"] == 1
+    assert last["environment/failed"] == last["environment/ended_length"] == 0
+    output = (run / "logs" / "rank-0.log").read_text()
+    assert "turns 3.0" in output
+    assert "failed" not in output
     assert last["rollout/mismatch_kl"] < 1e-5  # what the engine trains is what the generator drew
 
 

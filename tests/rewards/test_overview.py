@@ -46,6 +46,18 @@ def test_a_prompt_met_twice_has_two_groups(make_rollout) -> None:
     assert values["reward/std"] == 0
 
 
+def test_ends_of_conversations_are_counted(make_rollout) -> None:
+    rollouts = [make_rollout(sample=n) for n in range(4)]
+    ends = ["done", "failed", "turns", "done"]
+    talks = [replace(each, end=end) for each, end in zip(rollouts, ends, strict=True)]
+    values = rollout_stats(RolloutTable.of([talks])).values_by_name()
+    found = {name: value for name, value in values.items() if name.startswith("environment/")}
+    shares = {"done": 0.5, "failed": 0.25, "turns": 0.25, "length": 0, "calls": 0, "unreadable": 0}
+    want = {f"environment/ended_{end}": share for end, share in shares.items()}
+    assert found == want | {"environment/failed": 1}
+    assert not any("environment" in name for name in rollout_stats(round_of(*rollouts)))
+
+
 def test_of_nothing() -> None:
     assert rollout_stats(RolloutTable.of([])) == {}
 

@@ -51,6 +51,17 @@ def test_a_step_of_reinforcement_learning() -> None:
     )
 
 
+def test_a_step_of_conversations_has_turns_and_failures() -> None:
+    talks = RL | {"environment/turns": 3.18, "environment/failed": 2.0, "reward/errors": 2.0}
+    quiet = talks | {"environment/failed": 0.0, "reward/errors": 0.0}
+    both = talks | {"reward/errors": 5.0}
+    shown = lines({1: talks, 2: quiet, 3: both})
+    assert "turns 3.2  failed 2  loss" in shown[0]
+    assert "errors" not in shown[0]
+    assert "turns 3.2  loss" in shown[1]
+    assert "errors 5  turns 3.2  failed 2" in shown[2]
+
+
 def test_the_log_has_the_numbers_of_every_step(tmp_path: Path) -> None:
     path = tmp_path / "rank-0.log"
     spans = Spans()

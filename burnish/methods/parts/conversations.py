@@ -6,9 +6,11 @@ follows from the data alone, and a run in fp32 repeats to the bit.
 
 from __future__ import annotations
 
+import json
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
@@ -20,12 +22,11 @@ from burnish.environments.calls import Answered, Key
 from burnish.environments.pool import EnvironmentPool
 from burnish.errors import BurnishError
 from burnish.records import Completion, Prompt, Request, RewardCall, Rollout
-from burnish.records.samples import StopReason
+from burnish.records.samples import End, StopReason, TurnSpan
 from burnish.records.seeds import derive_seed
 from burnish.rollout.base import Sampling
 
-End = Literal["done", "length", "turns", "calls", "unreadable", "failed"]
-"""Why a conversation ended: the environment ended it, a limit on tokens, turns or calls, unreadable calls, or a failure of the environment."""
+_UNSEEN_CHARACTERS = 2000
 Generate = Callable[[Sequence[Request]], list[list[Completion]]]
 """Draws a turn of each request."""
 
@@ -51,11 +52,14 @@ class _Conversation:
     """Sums over the turns, by name."""
     record: list[Mapping[str, Any]] = field(default_factory=list)
     """What was said and heard, for people."""
+    spans: list[TurnSpan] = field(default_factory=list)
     calls: int = 0
+    failed_calls: int = 0
+    """Calls that told the model of an error."""
+    calling: int = 0
+    """Turns with a call."""
     unread: int = 0
     """Turns in a row with a call that cannot be read."""
-    seconds: float = 0.0
-    """How long the environment took."""
     end: End | None = None
     error: str | None = None
 
@@ -126,9 +130,11 @@ class Conversations:
                 tasks[key] = (prompt.columns, seed)
                 ids = prompt.token_ids.tolist()
                 talks.append(_Conversation(prompt, sample, key, ids, len(ids)))
+        asked = time.time()
         answers = self._pool.begin(tasks, check)
         for talk in talks:
             answer = answers[talk.key]
+            _note(talk, answer, asked)
             if answer.observation is None:
                 self._fail(talk, answer)
             elif answer.observation.messages:
@@ -162,7 +168,10 @@ class Conversations:
             )
             for talk in asking
         ]
+        began = time.time()
         for talk, (said,) in zip(asking, generate(drawn) if drawn else [], strict=True):
+            first, _, last = said.times or (began, began, time.time())
+            talk.spans.append(TurnSpan("model", "model", talk.turns, first, last - first))
             talk.parts.append(_after(talk.heard, said))
             talk.ids += said.token_ids.tolist()
             talk.heard = []
@@ -173,9 +182,10 @@ class Conversations:
         """Tell the environments what was said, and take in their answers."""
         by_key = {talk.key: talk for talk in talks if talk.end is None}
         actions = {key: self._action(talk) for key, talk in by_key.items()}
+        asked = time.time()
         for key, answer in self._pool.step(actions, check).items():
             talk = by_key[key]
-            talk.seconds += answer.seconds
+            _note(talk, answer, asked)
             if answer.observation is None:
                 self._fail(talk, answer)
             else:
@@ -191,6 +201,7 @@ class Conversations:
         )
         allowed = calls[: max(self._config.max_calls - talk.calls, 0)]
         talk.calls += len(calls)
+        talk.calling += bool(calls)
         talk.unread = talk.unread + 1 if turn.problem else 0
         text = self._bridge.text_of(ids)
         is_cut = said.stop_reason == "length"
@@ -218,6 +229,7 @@ class Conversations:
         }
         talk.end = self._end(talk, action, observation)
         if talk.end is not None:
+            talk.record += map(_unseen, observation.messages)
             return
         if not self._proven and any(each["role"] == "user" for each in observation.messages):
             prove_bridge(self._bridge, "user")
@@ -231,10 +243,14 @@ class Conversations:
         except BurnishError as error:
             self._fail(talk, answer._replace(error=str(error)))
             return
-        talk.record += new
         if len(heard) > self._config.max_reply_tokens or len(heard) >= _room(talk, sampling):
             talk.end = "length"
+            talk.record += map(_unseen, new)
             return
+        talk.record += [
+            {**message, "is_error": True} if note.get("is_error") else message
+            for message, note in zip(new, answer.notes, strict=True)
+        ]
         talk.heard = heard
         talk.ids += heard
 
@@ -275,19 +291,26 @@ class Conversations:
         completion = replace(completion, stop_reason=stop)
         text = self._bridge.text_of(completion.token_ids.tolist())
         numbers = {f"environment/{name}": value for name, value in talk.metrics.items()}
-        numbers |= {"environment/turns": float(talk.turns), "environment/calls": float(talk.calls)}
+        numbers |= {
+            "environment/turns": float(talk.turns),
+            "environment/calls": float(talk.calls),
+            "environment/failed_calls": float(talk.failed_calls),
+            "environment/calling_turns": talk.calling / max(talk.turns, 1),
+        }
         reward = float(sum(talk.rewards.values()))
         began = completion.times[0] if completion.times else None
+        seconds = sum(span.seconds for span in talk.spans if span.kind == "environment")
         return Rollout(
             prompt,
             talk.sample,
             completion,
             text,
-            calls=(RewardCall("environment", reward, talk.error, began, talk.seconds),),
+            calls=(RewardCall("environment", reward, talk.error, began, seconds),),
             reward=reward,
             reward_parts={**talk.rewards, **numbers},
             reward_error=talk.error,
             conversation=tuple(talk.record),
+            spans=tuple(talk.spans),
             end=talk.end,
         )
 
@@ -295,6 +318,31 @@ class Conversations:
 def _room(talk: _Conversation, sampling: Sampling) -> int:
     """Return how many tokens are left after the row's prompt. What an environment says first counts too, as memory is planned so."""
     return sampling.max_tokens - (len(talk.ids) - len(talk.prompt.token_ids))
+
+
+def _note(talk: _Conversation, answer: Answered, asked: float) -> None:
+    """Take in how long the environment and its tools took, and which tools failed."""
+    turn = talk.turns - 1
+    began = asked if answer.began is None else answer.began
+    spent = TurnSpan("environment", "environment", turn, began, answer.seconds, answer.error)
+    talk.spans.append(spent)
+    messages = answer.observation.messages if answer.observation else ()
+    for message, note in zip(messages, answer.notes, strict=True):
+        talk.failed_calls += note.get("is_error", False)
+        if "seconds" in note:
+            name = str(message.get("name", "tool"))
+            error = str(message["content"]) if note.get("is_error") else None
+            when = note.get("began", began), note["seconds"]
+            talk.spans.append(TurnSpan("tool", name, turn, *when, error))
+
+
+def _unseen(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return an answer for the record that the model does not get, because the conversation has ended. A long one is cut."""
+    content = message["content"]
+    text = content if isinstance(content, str) else json.dumps(content, ensure_ascii=False)
+    cut = len(text) - _UNSEEN_CHARACTERS
+    more = f" … {cut:,} more characters" if cut > 0 else ""
+    return {**message, "content": text[:_UNSEEN_CHARACTERS] + more, "unseen": True}
 
 
 def _named(rewards: Mapping[str, float] | float) -> Mapping[str, float]:
