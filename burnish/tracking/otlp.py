@@ -107,7 +107,7 @@ def protobuf(traces: Sequence[Trace], resource: Attributes) -> bytes:
 def _span_message(trace: bytes, number: int, span: TraceSpan) -> bytes:
     parts = [_field(1, trace), _field(2, span_id((trace, number))), _field(5, span.name.encode())]
     if number:
-        parts.append(_field(4, span_id((trace, 0))))
+        parts.append(_field(4, span_id((trace, span.parent))))
     begin = nanoseconds(span.begin)
     end = nanoseconds(span.end)
     parts.append(_number(6, _INTERNAL) + struct.pack("<BqBq", 7 << 3 | 1, begin, 8 << 3 | 1, end))

@@ -20,6 +20,8 @@ class TraceSpan(NamedTuple):
     end: float
     attributes: Attributes
     error: str | None = None
+    parent: int = 0
+    """The place of its parent in the trace; the root has none."""
 
 
 Trace = tuple[bytes, Sequence[TraceSpan]]

@@ -1,7 +1,7 @@
 """Trace rollouts, to files and by OTLP (`burnish.tracking.otlp`).
 
-A rollout is a trace of OpenTelemetry spans with the conventions for generative AI. Below its root are the generation and each
-call of a reward.
+A rollout is a trace of OpenTelemetry spans with the conventions for generative AI. Below its root are the generation, in a conversation
+each turn and each call of the environment with its tools, and each call of a reward.
 """
 
 from __future__ import annotations
@@ -33,6 +33,13 @@ from burnish.tracking.trackers import BackgroundTracker, json_line, json_number
 if TYPE_CHECKING:  # the records' module loads torch
     from burnish.records.samples import Rollout
 
+_OF_ONE_TURN = (
+    "gen_ai.usage.",
+    "gen_ai.input.",
+    "gen_ai.output.",
+    "gen_ai.response.",
+    "burnish.tokens",
+)
 _ROOM = 16  # most steps whose traces wait for a request
 
 
@@ -94,8 +101,9 @@ class Traces:
             self.exporter.tell("log_traces", step, traces)
 
     def _spans(self, rollout: Rollout, about: Attributes) -> list[TraceSpan]:
-        spans = [self._generation(rollout, about["burnish.kind"] == "step")]
-        spans += self._calls(rollout, spans[0].end)
+        generation = self._generation(rollout, about["burnish.kind"] == "step")
+        spans = [*self._turns(rollout, generation)] or [generation]
+        spans += self._calls(rollout, generation.end)
         attributes = about | {
             "burnish.prompt_index": rollout.prompt.index,
             "burnish.sample": rollout.sample,
@@ -105,6 +113,7 @@ class Traces:
         begin = min(span.begin for span in spans)
         end = max(span.end for span in spans)
         failed = "a reward has no value" if rollout.reward_error else None
+        attributes["burnish.end"] = rollout.end
         return [_span("rollout", begin, end, attributes, failed), *spans]
 
     def _generation(self, rollout: Rollout, trains: bool) -> TraceSpan:
@@ -115,7 +124,7 @@ class Traces:
         model = config.model.path or config.run_name
         operation = "chat" if prompt.messages else "text_completion"
         asked, first, last = completion.times or (time.time(),) * 3
-        count = len(completion.token_ids)
+        count = completion.count_drawn
         attributes = {
             "gen_ai.operation.name": operation,
             "gen_ai.provider.name": "burnish",
@@ -139,6 +148,51 @@ class Traces:
             attributes["gen_ai.output.messages"] = self._messages([answer], finish_reason=ended)
         return _span(f"{operation} {model}", asked, last, attributes)
 
+    def _turns(self, rollout: Rollout, whole: TraceSpan) -> Iterator[TraceSpan]:
+        """Yield the spans of a conversation's turns; `whole` has what they have in common."""
+        limit = self._settings.max_text
+        is_open = self._settings.redact == "off"
+        turns = _by_turn(rollout.conversation)
+        asked = whole.attributes.get("gen_ai.input.messages")
+        alike = {n: v for n, v in whole.attributes.items() if not n.startswith(_OF_ONE_TURN)}
+        place = 0  # of the environment's span
+        tools = 0  # of the turn
+        for number, span in enumerate(rollout.spans, start=1):
+            said, heard = turns[span.turn] if 0 <= span.turn < len(turns) else ({}, [])
+            attributes: Attributes = {"burnish.turn": span.turn}
+            name: str = span.kind
+            error = span.error
+            if span.kind == "model":
+                name = whole.name
+                attributes |= alike | {"gen_ai.usage.output_tokens": said.get("tokens")}
+                if is_open:
+                    answer = [{"role": "assistant", "content": said.get("content", "")}]
+                    attributes["gen_ai.input.messages"] = None if span.turn else asked
+                    attributes["gen_ai.output.messages"] = self._messages(answer)
+            elif span.kind == "environment":
+                place = number
+                tools = 0
+                earned = said.get("rewards", {})
+                attributes |= {f"burnish.reward.{each}": x for each, x in earned.items()}
+            else:
+                name = f"execute_tool {span.name}"
+                attributes |= {
+                    "gen_ai.operation.name": "execute_tool",
+                    "gen_ai.tool.name": span.name,
+                }
+                calls = said.get("calls", ())
+                if is_open and tools < min(len(calls), len(heard)):
+                    inputs = _text(calls[tools]["arguments"])
+                    attributes["gen_ai.tool.call.arguments"] = _cut(inputs, limit)
+                    result = _cut(_text(heard[tools]["content"]), limit)
+                    attributes["gen_ai.tool.call.result"] = result
+                tools += 1
+            if error is not None:
+                error = _cut(error, limit) if is_open else f"the {span.kind} failed"
+            parent = place if span.kind == "tool" else 0
+            made = _span(name, span.began, span.began + span.seconds, attributes, error)
+            yield made._replace(parent=parent)
+
     def _messages(self, messages: Sequence[Mapping[str, Any]], **extra: str) -> str:
         # characters of all messages
         left = self._settings.max_text
@@ -154,7 +208,8 @@ class Traces:
         limit = self._settings.max_text
         is_open = self._settings.redact == "off"
         inputs = {"completion": rollout.text, "answer": rollout.prompt.answer}
-        for number, call in enumerate(rollout.calls):
+        # The first call is that of a conversation's environment, whose spans say more.
+        for number, call in enumerate(rollout.calls[1:] if rollout.end else rollout.calls):
             is_model = number >= len(self._config.reward.functions)
             kind = call.error and call.error.partition(":")[0]
             attributes = {
@@ -168,6 +223,17 @@ class Traces:
             begin = otherwise if call.began is None else call.began
             error = _cut(call.error, limit) if call.error and is_open else kind
             yield _span(f"reward {call.name}", begin, begin + call.seconds, attributes, error)
+
+
+def _by_turn(record: Sequence[Mapping[str, Any]]) -> list[tuple[Any, list[Any]]]:
+    """Return each message of the model in a conversation's record, with those that followed."""
+    turns: list[tuple[Any, list[Any]]] = []
+    for message in record:
+        if message["role"] == "assistant":
+            turns.append((message, []))
+        elif turns:
+            turns[-1][1].append(message)
+    return turns
 
 
 def _span(
@@ -187,7 +253,7 @@ def _line(trace: Trace, resource: Attributes) -> bytes:
         {
             "traceId": name.hex(),
             "spanId": span_id((name, number)).hex(),
-            "parentSpanId": span_id((name, 0)).hex() if number else None,
+            "parentSpanId": span_id((name, span.parent)).hex() if number else None,
             "name": span.name,
             "startTimeUnixNano": nanoseconds(span.begin),
             "endTimeUnixNano": nanoseconds(span.end),
@@ -223,13 +289,16 @@ def spans_of(path: Path, row: files.Row) -> list[Attributes]:
         with refusing(f"{path} has a line that is no trace", CorruptError, do="remove it"):
             root = trace["spans"][0]
             if place == {name: root["attributes"].get(f"burnish.{name}") for name in place}:
-                return [_shown(each, root["startTimeUnixNano"]) for each in trace["spans"]]
+                return [*_shown(trace["spans"], root["startTimeUnixNano"])]
     return []
 
 
-def _shown(span: Attributes, first: int) -> Attributes:
-    begin = span["startTimeUnixNano"]
-    end = span["endTimeUnixNano"]
-    shown = {name: span[name] for name in ("name", "attributes", "error")}
-    times = {"start": (begin - first) / 1e9, "seconds": (end - begin) / 1e9}
-    return shown | times | {"depth": int(span["parentSpanId"] is not None)}
+def _shown(spans: Sequence[Attributes], first: int) -> Iterator[Attributes]:
+    depths: dict[Any, int] = {}
+    for span in spans:
+        begin = span["startTimeUnixNano"]
+        end = span["endTimeUnixNano"]
+        depths[span["spanId"]] = depth = depths.get(span["parentSpanId"], -1) + 1
+        shown = {name: span[name] for name in ("name", "attributes", "error")}
+        times = {"start": (begin - first) / 1e9, "seconds": (end - begin) / 1e9}
+        yield shown | times | {"depth": depth}

@@ -314,7 +314,8 @@ class Answers:
         ]
         steps = list(total.steps) if total else []
         recent = steps[-_RECENT:]
-        outer = [name for name in curves if name.startswith(_TIMING) and name.count("/") == 1]
+        timed = [name for name in curves if name.startswith(_TIMING)]
+        outer = [name for name in timed if "/" not in _phase_of(name)]
         phases = [
             {
                 "name": name.removeprefix(_TIMING),
@@ -495,14 +496,19 @@ def _phase(name: str, start: float, seconds: float) -> Answer:
     return {"name": name, "depth": name.count("/"), "start": start, "seconds": seconds}
 
 
+def _phase_of(metric: str) -> str:
+    """Return the path of a metric's phase: rollout/generate for timing_s/rollout.generate."""
+    return metric.removeprefix(_TIMING).replace(".", "/")
+
+
 def _one_after_another(curves: Mapping[str, Curve], step: int) -> list[Answer]:
     """Return a step's phases one after another, by their seconds; inner phases begin with the outer one."""
     phases = []
     ends = dict[str, float]()
-    for name in sorted(curves, key=lambda name: name.count("/")):
-        seconds = curves[name].at(step) if name.startswith(_TIMING) else None
+    timed = {_phase_of(name): curve for name, curve in curves.items() if name.startswith(_TIMING)}
+    for phase in sorted(timed, key=lambda phase: phase.count("/")):
+        seconds = timed[phase].at(step)
         if seconds is not None:
-            phase = name.removeprefix(_TIMING)
             parent = phase.rpartition("/")[0]
             start = ends.get(parent, 0.0)
             phases.append(_phase(phase, start, seconds))

@@ -10,6 +10,10 @@ from support.models.tokenizers import SPECIAL, char_tokenizer
 from support.runs.same_runs import assert_same
 from support.runs.training_files import At, burnish, done, metrics, outcome, rollouts
 
+from burnish.tracking.rollouts import rollouts_path
+from burnish.tracking.traces import read_traces
+from burnish.tracking.trackers import read_metrics
+
 TALKERS = Path(__file__).with_name("talkers.py")
 LETTERS = char_tokenizer().convert_tokens_to_ids([*"abcdefghijklmnopqrstuvwxyz"])
 RL = [
@@ -37,6 +41,12 @@ def test_conversations_are_trained_on(work):
     assert last["environment/turns"] == 3
     assert last["environment/ended_done"] == 1
     assert last["environment/failed"] == last["environment/ended_length"] == 0
+    timed = read_metrics(run / "metrics.jsonl")[-1]
+    parts = timed["timing_s/rollout.generate"], timed["timing_s/rollout.environment"]
+    assert 0 < sum(parts) <= timed["timing_s/rollout"]
+    trace, *_ = read_traces(rollouts_path(run / "traces", 4))
+    kinds = [span["name"].split()[0] for span in trace["spans"]]
+    assert kinds == ["rollout", *["environment", "chat"] * 3, "environment"]
     output = (run / "logs" / "rank-0.log").read_text()
     assert "turns 3.0" in output
     assert "failed" not in output

@@ -10,7 +10,7 @@ import ssl
 import subprocess
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from email.message import Message
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -20,9 +20,10 @@ from typing import Any
 import pytest
 from support.ranks.ports import free_port
 from support.runs.rollouts import made_rollout
-from tracking.test_traces import EXACT, HOSTILE, LATE, run_directory
+from tracking.test_traces import EXACT, HOSTILE, LATE, made_talk, run_directory
 
 from burnish.config.schema import TracesConfig
+from burnish.records import Rollout
 from burnish.tracking.rollouts import rollouts_path
 from burnish.tracking.traces import Traces, read_traces
 
@@ -105,12 +106,19 @@ def collector() -> Iterator[Collector]:
 
 
 def traced(
-    root: Path, endpoint: str, steps: range = range(1, 2), *, text: str = "4", patience: float = 60
+    root: Path,
+    endpoint: str,
+    steps: range = range(1, 2),
+    *,
+    text: str = "4",
+    patience: float = 60,
+    more: Sequence[Rollout] = (),
 ) -> None:
     traces = Traces(run_directory(root), TracesConfig(endpoint=endpoint), 10**9, 0)
     for step in steps:
         rollouts = [made_rollout(index=i, text=text, calls=(EXACT, LATE)) for i in range(2)]
-        traces.take(step, rollouts, [0.5, -0.5], [0, 1])
+        rollouts += more
+        traces.take(step, rollouts, [0.5] * len(rollouts), range(len(rollouts)))
         traces.exporter.log(step, {})  # as a run tells each tracker
     traces.exporter.finish("finished", time.monotonic() + patience)
     traces.exporter.close()
@@ -123,14 +131,14 @@ def test_the_collector_gets_what_the_file_has(
 ) -> None:
     import base64
 
-    traced(tmp_path, collector.url, text=text)
+    traced(tmp_path, collector.url, text=text, more=[made_talk()])
     sent = collector.spans()
     stored = [
         span
         for trace in read_traces(rollouts_path(tmp_path / "traces", 1))
         for span in trace["spans"]
     ]
-    assert len(sent) == len(stored) == 8
+    assert len(sent) == len(stored) == 16
     for mine, theirs in zip(sent, stored, strict=True):
         assert base64.b64decode(mine["traceId"]).hex() == theirs["traceId"]
         assert base64.b64decode(mine["spanId"]).hex() == theirs["spanId"]
@@ -153,7 +161,7 @@ def test_the_attributes_are_the_conventions_own(tmp_path: Path, collector: Colle
         "opentelemetry.semconv._incubating.attributes.gen_ai_attributes", reason=MISSING
     )
     names = {value for value in vars(known).values() if isinstance(value, str)}
-    traced(tmp_path, collector.url)
+    traced(tmp_path, collector.url, more=[made_talk()])
     used = {name for span in collector.spans() for name in attributes(span)}
     assert {name for name in used if name.startswith("gen_ai.")} <= names
     assert len({name for name in used if name.startswith("gen_ai.")}) > 10

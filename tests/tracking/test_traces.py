@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +13,39 @@ from support.runs.rollouts import made_rollout, table_of
 from burnish.config.document import dump_yaml
 from burnish.config.schema import RunConfig, TracesConfig
 from burnish.records import RewardCall, Rollout
+from burnish.records.samples import TurnSpan
 from burnish.tracking.rollouts import rollouts_path, write_rollouts
 from burnish.tracking.rundir import RUN, RunDirectory
 from burnish.tracking.traces import Traces, read_traces
+from burnish.tracking.traces import spans_of as shown_spans
 
 EXACT = RewardCall("exact", 1.0, None, 102.5, 0.25)
 LATE = RewardCall("late", None, "TimeoutError: 2+2=4 (mine.py:3)", 102.0, 5.0)
 JUDGE = RewardCall("judge", 0.5, None, 103.0, 1.0)
 FUNCTIONS = [{"function": "exact_match"}, {"function": "mine.py:late"}]
+
+
+RECORD = (
+    {"role": "user", "content": "Begin."},
+    {"role": "assistant", "content": "<call>", "calls": [{"name": "multiply", "arguments": {"a": 3}}],
+     "tokens": 5, "rewards": {"called": 0.25}},
+    {"role": "tool", "name": "multiply", "content": "Error: no b", "is_error": True},
+    {"role": "assistant", "content": "12", "calls": [], "tokens": 2, "rewards": {"right": 1.0}},
+)  # fmt: skip
+TURNS = (
+    TurnSpan("environment", "environment", -1, 99.0, 0.5),
+    TurnSpan("model", "model", 0, 100.0, 1.0),
+    TurnSpan("environment", "environment", 0, 101.0, 0.5),
+    TurnSpan("tool", "multiply", 0, 101.25, 0.125, "Error: no b"),
+    TurnSpan("model", "model", 1, 102.0, 1.0),
+    TurnSpan("environment", "environment", 1, 103.0, 0.25),
+)
+
+
+def made_talk() -> Rollout:
+    """A conversation of two turns, whose first calls a tool."""
+    calls = (RewardCall("environment", 1.25, None, 100.0, 0.75), EXACT)
+    return replace(made_rollout(calls=calls), conversation=RECORD, spans=TURNS, end="done")
 
 
 def run_directory(root: Path) -> RunDirectory:
@@ -50,6 +76,43 @@ def written(
     traces.take(step, rollouts, advantages, kept)
     path = rollouts_path(root / "traces", step)
     return [spans_of(each) for each in read_traces(path)] if path.exists() else []
+
+
+def test_a_conversation_has_a_span_of_each_turn_and_call(tmp_path: Path) -> None:
+    (spans,) = written(tmp_path, [made_talk()])
+    names = [span["name"] for span in spans]
+    chat = "text_completion me/tiny"
+    turn = ["environment", "execute_tool multiply", chat, "environment"]
+    assert names == ["rollout", "environment", chat, *turn, "reward exact"]
+    root, _, first, answer, tool, second, last, exact = spans
+    assert tool["parentSpanId"] == answer["spanId"]
+    assert {span["parentSpanId"] for span in spans[1:] if span is not tool} == {root["spanId"]}
+    assert (tool["startTimeUnixNano"], tool["endTimeUnixNano"]) == (
+        101_250_000_000,
+        101_375_000_000,
+    )
+    assert tool["error"] == "Error: no b"
+    assert answer["error"] is None
+    assert tool["attributes"] == {
+        "gen_ai.operation.name": "execute_tool",
+        "gen_ai.tool.name": "multiply",
+        "gen_ai.tool.call.arguments": '{"a": 3}',
+        "gen_ai.tool.call.result": "Error: no b",
+        "burnish.turn": 0,
+    }
+    assert [s["attributes"]["gen_ai.usage.output_tokens"] for s in (first, second)] == [5, 2]
+    assert "gen_ai.input.messages" in first["attributes"]
+    assert "gen_ai.input.messages" not in second["attributes"]
+    assert answer["attributes"] == {"burnish.turn": 0, "burnish.reward.called": 0.25}
+    assert last["attributes"] == {"burnish.turn": 1, "burnish.reward.right": 1.0}
+    assert exact["attributes"]["burnish.reward.judge"] == "function"
+    assert root["attributes"]["burnish.end"] == "done"
+    (hidden,) = written(tmp_path / "hidden", [made_talk()], redact="texts")
+    assert hidden[4]["error"]
+    assert not {"no b", "12"} & {*json.dumps(hidden).split('"')}
+    (path,) = [each for each in (tmp_path / "traces").iterdir() if each.name.startswith("step")]
+    row = {"prompt_index": 0, "sample": 0, "reward": 1.0, "advantage": 0.5}
+    assert [each["depth"] for each in shown_spans(path, row)] == [0, 1, 1, 1, 2, 1, 1, 1]
 
 
 def test_a_trace_has_the_generation_and_each_call(tmp_path: Path) -> None:

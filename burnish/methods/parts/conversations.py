@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -29,6 +30,8 @@ from burnish.rollout.base import Sampling
 _UNSEEN_CHARACTERS = 2000
 Generate = Callable[[Sequence[Request]], list[list[Completion]]]
 """Draws a turn of each request."""
+Measure = Callable[[str], AbstractContextManager[object]]
+"""A `burnish.tracking.spans.Spans`, or what measures nothing."""
 
 
 @dataclass(slots=True, eq=False)
@@ -73,13 +76,23 @@ class Conversations:
     """Plays conversations with the environments of `rollout.environment`."""
 
     def __init__(
-        self, config: EnvironmentConfig, pool: EnvironmentPool, bridge: TurnBridge
+        self,
+        config: EnvironmentConfig,
+        pool: EnvironmentPool,
+        bridge: TurnBridge,
+        spans: Measure = nullcontext,
     ) -> None:
+        """`spans` measures what the model and the environments take."""
+        self._spans = spans
         self._config = config
         self._pool = pool
         self._bridge = bridge
         self._proven = config.history == "appended" or not pool.described.tools
         """Whether a user may answer. The setup proves tools' answers where there are tools."""
+
+    def apart(self) -> Conversations:
+        """Return conversations for another thread, which measures nothing."""
+        return Conversations(self._config, self._pool, self._bridge)
 
     def play(
         self,
@@ -94,12 +107,15 @@ class Conversations:
 
         `moved` gets the number of conversations that ended. A rollout whose environment failed has a `reward_error`.
         """
-        talks = self._begun(prompts, requests, sampling, check)
+        with self._spans("environment"):
+            talks = self._begun(prompts, requests, sampling, check)
         everyone = list(talks)
         try:
             while talks:
-                self._say(talks, requests, sampling, generate)
-                self._hear(talks, sampling, check)
+                with self._spans("generate"):
+                    self._say(talks, requests, sampling, generate)
+                with self._spans("environment"):
+                    self._hear(talks, sampling, check)
                 going_on = [talk for talk in talks if talk.end is None]
                 self._pool.end([talk.key for talk in talks if talk.end is not None])
                 moved(len(talks) - len(going_on))

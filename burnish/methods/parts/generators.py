@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from burnish.data.tokenizer import completion_decoder
 from burnish.engines.base import compute_dtype
@@ -61,8 +63,9 @@ def make_collector(
     check: Callable[[], None],
     progress: Progress,
     judge: Judge | None,
+    spans: Any = nullcontext,
 ) -> Collector:
-    """Make a collector; its generator has no weights."""
+    """Make a collector; its generator has no weights. `spans` measures the parts of conversations."""
     generator = make_generator(foundation)
     tokenizer = foundation.tokenizer
     ends = foundation.eos_token_ids if isinstance(foundation, Foundation) else ()
@@ -86,6 +89,5 @@ def make_collector(
     data = foundation.config.data
     rollout = foundation.config.rollout
     bridge = proven_bridge(tokenizer, data, rollout, ends, pool.environments)
-    return replace(
-        collector, conversations=Conversations(rollout.environment, pool.environments, bridge)
-    )
+    talks = Conversations(rollout.environment, pool.environments, bridge, spans)
+    return replace(collector, conversations=talks)

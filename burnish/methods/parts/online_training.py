@@ -82,7 +82,9 @@ def train(method: RL, config: RunConfig, layout: Layout, device: torch.device) -
             # The models are loaded before the loader knows its place: only the step that was loaded says which rows come next.
             loader.state = run.state.cursor
             bar.advance()
-            collector = make_collector(foundation, pool, session.stopper.check, progress, judge)
+            collector = make_collector(
+                foundation, pool, session.stopper.check, progress, judge, spans
+            )
             stack.callback(collector.generator.close)
             if config.engine.offload_during_rollout:
                 collector = replace(collector, offloads=engines)

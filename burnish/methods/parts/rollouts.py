@@ -498,6 +498,7 @@ class BackgroundSampler:
                 progress=Progress(False, moved=collector.progress.moved),
                 check=lambda: None,
                 partial=partial,
+                conversations=collector.conversations and collector.conversations.apart(),
             )
             own_sampler = replace(sampler, collector=alone, loader=copy(sampler.loader))
             # A daemon, so that a process that ends does not wait for answers.

@@ -54,7 +54,7 @@ export function metricTitle(name) {
     const [, source, measure] = MEASURED.exec(rest.join("/")) ?? [null, "", words];
     return `Validation${source ? ` of ${source}` : ""}${source || Object.hasOwn(MEASURES, measure) ? ":" : ""} ${measureTitle(measure)}`;
   }
-  if (family === "timing_s") return `${capital(words)}, seconds`;
+  if (family === "timing_s") return `${capital(words.replace(/\./g, " › "))}, seconds`;
   if (name.startsWith("perf/max_memory_gb/")) return `Peak memory in ${plain(rest.slice(1).join("/"))}, GB`;
   if (/^perf\/slowest_(rank|share)\//.test(name)) return `Slowest rank to ${plain(rest.slice(1).join("/"))}${rest[0] === "slowest_share" ? ", time over the median" : ""}`;
   if (name.startsWith("reward/parts/")) return `Reward of ${plain(rest.slice(1).join("/"))}`;
