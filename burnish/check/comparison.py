@@ -30,6 +30,7 @@ from burnish.models.meta_init import build_on_meta, count_flops, materialize, pl
 from burnish.models.names import Region, is_matrix, model_shards, regions
 from burnish.models.scorer import Scorer, ScoringPlan
 from burnish.records import Batch, Example, MicroBatch, TokenOutputs
+from burnish.records.columns import TrainingArrays, columns_of
 from burnish.records.seeds import derive_seed
 from burnish.tracking.stats import Stats
 
@@ -53,14 +54,7 @@ _BALANCE = "load-balancing loss"
 _COPIES = "copies"
 _OF_PARAMETERS = ("gradient of ", "weight ")
 
-COLUMNS = (
-    "advantages",
-    "old_logprobs",
-    "sampled_logprobs",
-    "ref_logprobs",
-    "returns",
-    "old_values",
-)
+COLUMNS = tuple(name for name, kind in columns_of(TrainingArrays).items() if kind.dims == 1)
 """The per-token columns of a batch that `weighted_output` reads."""
 
 Tensors = Mapping[str, Tensor]

@@ -21,18 +21,9 @@ from burnish.distributed.layout import Layout
 from burnish.errors import UsageError
 from burnish.models.flops import ModelFlops
 from burnish.records import Batch, Example, Mask, MicroBatch
+from burnish.records.columns import columns_of
 from burnish.records.samples import digest_of
 
-_OPTIONAL: Mapping[str, type[np.generic]] = {
-    "advantages": np.float32,
-    "old_logprobs": np.float32,
-    "sampled_logprobs": np.float32,
-    "ref_logprobs": np.float32,
-    "returns": np.float32,
-    "old_values": np.float32,
-    "experts": np.int16,
-}
-"""Per-token arrays that examples may have, and their dtypes when packed."""
 _FILLER_TOKENS = 2
 _UNITS_PER_RANK = 8
 """Examples with one prompt stay together up to a rank's mean number of tokens divided by this."""
@@ -133,7 +124,7 @@ def outlines_of(examples: Mapping[int, Example]) -> Outlines:
     for number, example in examples.items():
         mask = example.loss_mask
         length = len(example.token_ids)
-        optional = {column: getattr(example, column) for column in _OPTIONAL}
+        optional = {column: getattr(example, column) for column in columns_of(Example)}
         arrays = {column: array for column, array in optional.items() if array is not None}
         for column, array in {"loss_mask": mask, **arrays}.items():
             if len(array) != length:
@@ -270,7 +261,7 @@ def _pack(packed: Sequence[Example], columns: Mapping[str, Any]) -> dict[str, An
         "input_ids": _joined(packed, "token_ids", np.int64),
         "cu_seqlens": torch.from_numpy(np.concatenate(([0], ends)).astype(np.int32)),
         "loss_mask": _joined(packed, "loss_mask", np.bool_),
-        **{name: _joined(packed, name, _OPTIONAL[name]) for name in columns},
+        **{name: _joined(packed, name, columns_of(Example)[name].dtype) for name in columns},
     }
 
 
@@ -281,10 +272,10 @@ def _joined(examples: Sequence[Example], name: str, dtype: npt.DTypeLike) -> Ten
 
 def _filler(columns: Mapping[str, tuple[int, ...]]) -> Example:
     arrays: dict[str, Any] = {
-        name: np.zeros((_FILLER_TOKENS, *shape), dtype=_OPTIONAL[name])
+        name: np.zeros((_FILLER_TOKENS, *shape), columns_of(Example)[name].dtype)
         for name, shape in columns.items()
     }
     if "experts" in arrays:  # a token's experts differ from each other
-        arrays["experts"] += np.arange(arrays["experts"].shape[-1], dtype=_OPTIONAL["experts"])
+        arrays["experts"] += np.arange(arrays["experts"].shape[-1], dtype=arrays["experts"].dtype)
     mask = np.zeros(_FILLER_TOKENS, dtype=np.bool_)
     return Example(token_ids=np.zeros(_FILLER_TOKENS, dtype=np.int64), loss_mask=mask, **arrays)

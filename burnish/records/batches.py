@@ -6,7 +6,7 @@ Losses are sums, divided once by global counts, so they do not depend on how the
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import numpy as np
@@ -14,11 +14,12 @@ import torch
 from torch import Tensor
 
 from burnish.errors import BurnishError
+from burnish.records.columns import TrainingArrays
 from burnish.records.samples import Floats
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class MicroBatch:
+class MicroBatch(TrainingArrays[Tensor]):
     """Several sequences laid end to end, without padding. T tokens, S sequences."""
 
     input_ids: Tensor
@@ -31,22 +32,8 @@ class MicroBatch:
     """Loss tokens in the *global* batch, over all ranks and micro-batches."""
     num_sequences: int
     """Sequences with at least one loss token in the *global* batch."""
-    advantages: Tensor | None = None
-    """[T] fp32 or None."""
-    old_logprobs: Tensor | None = None
-    """[T] fp32 or None."""
-    sampled_logprobs: Tensor | None = None
-    """[T] fp32 or None; under the distribution that the generator drew from."""
-    ref_logprobs: Tensor | None = None
-    """[T] fp32 or None."""
-    returns: Tensor | None = None
-    """[T] fp32 or None; a critic's targets."""
-    old_values: Tensor | None = None
-    """[T] fp32 or None; the critic's values before the update."""
     selected: Tensor | None = None
     """[T] bool or None; tokens that the policy loss treats differently (`algorithms.token_selection`)."""
-    experts: Tensor | None = None
-    """[T, L, k] integers, the experts that each token goes to in each of L routers; None: the routers choose."""
     temperature: float = 1.0
     """Divides the logits before log-probs are taken: the policy that sampled at this temperature is the one trained."""
 
@@ -65,9 +52,9 @@ class MicroBatch:
     def to(self, device: torch.device) -> MicroBatch:
         """Return a copy with every tensor on `device`."""
         moved: dict[str, Any] = {
-            name: to_device(value, device)
-            for name in self.__slots__
-            if isinstance(value := getattr(self, name), Tensor)
+            each.name: to_device(value, device)
+            for each in fields(self)
+            if isinstance(value := getattr(self, each.name), Tensor)
         }
         return replace(self, **moved)
 

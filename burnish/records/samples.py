@@ -6,12 +6,14 @@ Token arrays are 1-D numpy arrays on the host.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, get_args
+from dataclasses import dataclass, field, replace
+from typing import Annotated, Any, Literal, NamedTuple, get_args
 
 import numpy as np
 import numpy.typing as npt
 import xxhash
+
+from burnish.records.columns import TokenColumn, TrainingArrays, columns_of
 
 TokenIds = npt.NDArray[np.int64]
 """Token ids, shape [T]."""
@@ -74,26 +76,32 @@ class Request:
 class Completion:
     """A generator's output for one sample."""
 
-    token_ids: TokenIds
+    token_ids: Annotated[TokenIds, TokenColumn(np.int64)]
     """The ids after the prompt, including a stop id that ended the completion. May be empty."""
-    sampled_logprobs: Floats
+    sampled_logprobs: Annotated[Floats, TokenColumn(np.float32)]
     """Log-probability of each id under the distribution it was drawn from (after temperature, top-k, top-p, min-p)."""
-    logprobs: Floats
+    logprobs: Annotated[Floats, TokenColumn(np.float32)]
     """Log-probability of each id under the raw model distribution (temperature 1, no truncation), as from `Engine.forward`."""
     stop_reason: StopReason | None
     """Why the completion ended; None while it is being generated."""
     weights_version: int
     """The version given to `load_weights` before its first token."""
-    experts: Experts | None = None
-    """If requested: the experts of the prompt's and the completion's tokens, except the last, which no forward pass read."""
+    experts: Annotated[Experts | None, TokenColumn(np.int16, 3, covers_prompt=True)] = None
+    """If requested: the experts of the prompt's and the completion's tokens, except the last."""
     later_versions: tuple[tuple[int, int], ...] = ()
     """Versions that were loaded during generation (`rollout.in_flight`), each with the index of the first token that it drew."""
     text: str | None = None
     """The text from a generator that returns text; None: decode the token ids."""
     times: tuple[float, float, float] | None = None
     """Times of the request, the first and the last token, in seconds since 1970, if the generator knows them."""
-    response_mask: Mask | None = None
+    response_mask: Annotated[Mask | None, TokenColumn(np.bool_)] = None
     """In a conversation: which tokens the model drew. An environment wrote the others, whose log-probs are 0. None: it drew all."""
+
+    @property
+    def drawn(self) -> Mask:
+        """Return which tokens the model drew."""
+        mask = self.response_mask
+        return np.ones(len(self.token_ids), np.bool_) if mask is None else mask
 
     @property
     def count_drawn(self) -> int:
@@ -109,22 +117,50 @@ class Completion:
         return versions
 
 
-_COUNTS = {
-    "token_ids": "tokens",
-    "sampled_logprobs": "tokens",
-    "logprobs": "tokens",
-    "experts": "experts",
-    "response_mask": "response_mask",
-}
-"""A completion's arrays, and the field of its description that says how many entries each has."""
+def of_environment(ids: Sequence[int], weights_version: int) -> Completion:
+    """Return tokens that an environment wrote, as a part of a completion."""
+    zeros = np.zeros(len(ids), np.float32)
+    mask = np.zeros(len(ids), np.bool_)
+    return Completion(
+        np.array(ids, np.int64), zeros, zeros, None, weights_version, response_mask=mask
+    )
+
+
+def joined_completions(parts: Sequence[Completion]) -> Completion:
+    """Return parts that follow each other as one completion. Its text and the reason of its end are the last part's."""
+    filled = [part for part in parts if len(part.token_ids)] or parts[-1:]
+    if len(filled) == 1 and filled[0] is parts[-1]:
+        return parts[-1]
+    versions = list[tuple[int, int]]()
+    start = 0
+    for part in filled:
+        for version, first in ((part.weights_version, 0), *part.later_versions):
+            if not versions or versions[-1][0] != version:
+                versions.append((version, start + first))
+        start += len(part.token_ids)
+    joined: dict[str, Any] = {}
+    for name, kind in columns_of(Completion).items():
+        # What covers the prompt is the last part's, whose prompt is all that stands before it.
+        if not kind.covers_prompt and any(getattr(part, name) is not None for part in filled):
+            attribute = "drawn" if name == "response_mask" else name
+            joined[name] = np.concatenate([getattr(part, attribute) for part in filled])
+    timed = [part.times for part in filled if part.times]
+    return replace(
+        parts[-1],
+        **joined,
+        weights_version=versions[0][0],
+        later_versions=tuple(versions[1:]),
+        times=(*timed[0][:2], timed[-1][2]) if timed else None,
+    )
 
 
 def described_arrays(completion: Completion) -> dict[str, int]:
-    """Return the numbers of entries of a completion's arrays, for `split_arrays`."""
+    """Return how many entries a completion's arrays have, for `split_arrays`: `tokens`, and each optional array that is there."""
     counts = {"tokens": len(completion.token_ids)}
-    counts["experts"] = 0 if completion.experts is None else len(completion.experts)
-    if completion.response_mask is not None:
-        counts["response_mask"] = len(completion.response_mask)
+    for name, kind in columns_of(Completion).items():
+        array = getattr(completion, name)
+        if kind.is_optional and array is not None:
+            counts[name] = len(array)
     return counts
 
 
@@ -132,46 +168,48 @@ def joined_arrays(
     completions: Sequence[Completion], ids: npt.DTypeLike
 ) -> dict[str, npt.NDArray[Any]]:
     """Join completions' arrays, by name; `ids` is the type of token ids."""
-    parts: dict[str, list[npt.NDArray[Any]]] = {
-        "token_ids": [completion.token_ids.astype(ids) for completion in completions],
-        "logprobs": [completion.logprobs for completion in completions],
-        "sampled_logprobs": [completion.sampled_logprobs for completion in completions],
-        "experts": [
-            completion.experts for completion in completions if completion.experts is not None
-        ],
-        "response_mask": [
-            completion.response_mask.astype(np.uint8)
-            for completion in completions
-            if completion.response_mask is not None
-        ],
-    }
-    return {name: np.concatenate(arrays) for name, arrays in parts.items() if arrays}
+    stored = {"token_ids": ids, "response_mask": np.uint8}
+    joined = {}
+    for name in columns_of(Completion):
+        arrays = [getattr(completion, name) for completion in completions]
+        there = [array for array in arrays if array is not None]
+        if there:
+            joined[name] = np.concatenate(there)
+            joined[name] = joined[name].astype(stored.get(name, joined[name].dtype), copy=False)
+    return joined
 
 
 def split_arrays(
     described: Sequence[Mapping[str, Any]], arrays: Mapping[str, npt.NDArray[Any]]
 ) -> Iterator[Completion]:
     """Undo `joined_arrays`; `described` has each completion's other fields and lengths. Raises `ValueError` for wrong lengths."""
+    kinds = columns_of(Completion)
     parts = {}
-    for name, key in _COUNTS.items():
+    for name, kind in kinds.items():
+        key = name if kind.is_optional else "tokens"
         counts = [fields.get(key, 0) for fields in described]
         array = arrays.get(name, np.zeros(0, np.float32))
         if len(array) != sum(counts):
             raise ValueError(f"there are {len(array)} {name} of {sum(counts)} tokens")
+        if kind.dims == 1:  # experts keep the type that the generator chose
+            array = array.astype(kind.dtype, copy=False)
         parts[name] = np.split(array, np.cumsum(counts, dtype=int)[:-1])
-    for fields, ids, sampled, raw, experts, mask in zip(described, *parts.values(), strict=False):
+    for fields, *own in zip(described, *parts.values(), strict=False):
+        columns = {
+            name: array
+            for name, array in zip(kinds, own, strict=True)
+            if not kinds[name].is_optional or name in fields
+        }
         reason = fields["stop_reason"]
         times = fields.get("times")
         yield Completion(
-            ids.astype(np.int64),
-            sampled,
-            raw,
-            reason if reason in get_args(StopReason) else None,
-            int(fields["weights_version"]),
-            experts if fields["experts"] else None,
-            tuple((int(number), int(first)) for number, first in fields["later_versions"]),
+            stop_reason=reason if reason in get_args(StopReason) else None,
+            weights_version=int(fields["weights_version"]),
+            later_versions=tuple(
+                (int(number), int(first)) for number, first in fields["later_versions"]
+            ),
             times=tuple(times) if times else None,
-            response_mask=mask.astype(np.bool_) if fields.get("response_mask") else None,
+            **columns,
         )
 
 
@@ -232,30 +270,13 @@ class Rollout:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Example:
-    """One training sequence, of SFT or RL.
-
-    Entry t of a per-token array concerns the prediction of token t. Entry 0 is never trained on.
-    """
+class Example(TrainingArrays[npt.NDArray[Any]]):
+    """One training sequence, of SFT or RL. Entry 0 of an array is never trained on."""
 
     token_ids: TokenIds
     """The whole sequence, prompt and completion."""
     loss_mask: Mask
     """True where the token's prediction is trained on."""
-    advantages: Floats | None = None
-    """RL: the advantage of each token, 0 where not trained on."""
-    old_logprobs: Floats | None = None
-    """RL: log-prob of each token under the policy that the update is measured against."""
-    sampled_logprobs: Floats | None = None
-    """RL: log-prob of each token under the distribution that the generator drew it from."""
-    ref_logprobs: Floats | None = None
-    """RL with a KL term: log-prob of each token under the frozen reference model."""
-    returns: Floats | None = None
-    """RL with a critic: target value of the state before each token."""
-    old_values: Floats | None = None
-    """RL with a critic: the critic's value of that state before the update."""
-    experts: Experts | None = None
-    """RL: the experts that each token goes to; None: the routers choose."""
 
 
 def digest_of(token_ids: TokenIds) -> bytes:

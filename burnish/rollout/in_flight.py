@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from burnish.records import Completion, Request
-from burnish.records.samples import digest_of
+from burnish.records.samples import digest_of, joined_completions
 from burnish.rollout.base import Generator, Sampling, Watch
 
 
@@ -54,7 +54,7 @@ class PartialCompletions:
         with self._lock:
             for request, group in zip(remaining, drawn, strict=True):
                 for key, completion in zip(_keys(request, sampling), group, strict=True):
-                    self._known[key] = joined(self._known.get(key), completion)
+                    self._known[key] = _joined(self._known.get(key), completion)
         self._sampling = None
         return [[self._known[key] for key in keys] for _, keys in keyed]
 
@@ -73,7 +73,7 @@ class PartialCompletions:
             ):
                 begun = known.get(key)
                 if part.request.drawn == (0 if begun is None else len(begun.token_ids)):
-                    completions[key] = _longer(completions.get(key), joined(begun, continuation))
+                    completions[key] = _longer(completions.get(key), _joined(begun, continuation))
         return {key: each for key, each in completions.items() if len(each.token_ids)}
 
     def forget(self, step: int) -> None:
@@ -96,25 +96,9 @@ class PartialCompletions:
                 yield replace(alone, token_ids=ids, drawn=len(completion.token_ids))
 
 
-def joined(begun: Completion | None, continuation: Completion) -> Completion:
+def _joined(begun: Completion | None, continuation: Completion) -> Completion:
     """Append its continuation to a begun completion."""
-    if begun is None:
-        return continuation
-    count = len(begun.token_ids)
-    spans = list(begun.later_versions)
-    last = spans[-1][0] if spans else begun.weights_version
-    for version, first in ((continuation.weights_version, 0), *continuation.later_versions):
-        if version != last and len(continuation.token_ids):
-            spans.append((version, count + first))
-            last = version
-    return replace(
-        continuation,
-        token_ids=np.concatenate([begun.token_ids, continuation.token_ids]),
-        sampled_logprobs=np.concatenate([begun.sampled_logprobs, continuation.sampled_logprobs]),
-        logprobs=np.concatenate([begun.logprobs, continuation.logprobs]),
-        weights_version=begun.weights_version,
-        later_versions=tuple(spans),
-    )
+    return continuation if begun is None else joined_completions([begun, continuation])
 
 
 def _longer(one: Completion | None, other: Completion) -> Completion:

@@ -20,6 +20,7 @@ from burnish.boxes.box import Box
 from burnish.boxes.shards import Shard, TensorSpec
 from burnish.errors import BurnishError, IncompatibleError, MissingError, UsageError
 from burnish.records import Completion, Request
+from burnish.records.columns import columns_of
 from burnish.records.samples import described_arrays, joined_arrays, split_arrays
 from burnish.rollout.base import Sampling, limit_of
 
@@ -30,13 +31,6 @@ _MOST_BYTES_OF_A_LINE = 64 << 20
 # Most that rounding adds to the log-prob of a certain token, and the end of the year 9999 in seconds since 1970.
 _ROUNDING = 0.01
 _LAST_TIME = 253_402_300_800
-# Kinds of numbers and dimensions of a completion's arrays.
-_FORMS = {
-    "token_ids": ("iu", 1),
-    "logprobs": ("f", 1),
-    "sampled_logprobs": ("f", 1),
-    "experts": ("iu", 3),
-}
 _DTYPES = {np.dtype(name): name for name in ("int64", "int16", "uint8", "float32")}
 _ERRORS = {kind.__name__: kind for kind in (UsageError, IncompatibleError, MissingError)}
 NONSENSE = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RuntimeError)
@@ -201,8 +195,9 @@ def read_completions(
     for fields, request in zip(described, request_of, strict=True):
         _require_length(fields, request, sampling, partial=partial)
     for name, array in message.arrays.items():
-        kinds, dims = _FORMS[name]
-        if array.dtype.kind not in kinds or array.ndim != dims:
+        kind = columns_of(Completion)[name]
+        general = np.floating if issubclass(kind.dtype, np.floating) else np.integer
+        if not np.issubdtype(array.dtype, general) or array.ndim != kind.dims:
             raise ValueError(f"{name} cannot be {array.dtype} of shape {array.shape}")
     completions = list(split_arrays(described, message.arrays))
     for fields, completion in zip(described, completions, strict=True):
@@ -225,9 +220,9 @@ def _require_length(
     if fields["stop_reason"] == "length" and count != room:
         raise ValueError(f"a completion ends at {count} tokens, and its limit is {room}")
     read = len(request.token_ids) + count - 1
-    if sampling.experts and not partial and fields["experts"] != read:
+    if sampling.experts and not partial and fields.get("experts") != read:
         raise ValueError(
-            f"a completion has experts of {fields['experts']} tokens instead of {read}"
+            f"a completion has experts of {fields.get('experts', 0)} tokens instead of {read}"
         )
 
 
@@ -242,6 +237,8 @@ def _require_versions(completion: Completion, version: int, *, in_flight: bool) 
 
 
 def _require_tokens(completion: Completion, vocabulary: int) -> None:
+    if completion.response_mask is not None:
+        raise ValueError("a completion has tokens that no generator drew")
     ids = completion.token_ids
     if len(ids) and not 0 <= ids.min() <= ids.max() < vocabulary:
         raise ValueError(f"a completion has token ids that are not below {vocabulary}")

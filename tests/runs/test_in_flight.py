@@ -26,9 +26,9 @@ from burnish.data.loader import Loader
 from burnish.methods.parts.rollouts import RolloutQueue
 from burnish.records import Completion, Prompt, Request, Rollout
 from burnish.records.rollout_table import RolloutTable
-from burnish.records.samples import digest_of
+from burnish.records.samples import digest_of, joined_completions
 from burnish.rollout.base import RunningRequest, Sampling
-from burnish.rollout.in_flight import PartialCompletions, SampleKey, joined
+from burnish.rollout.in_flight import PartialCompletions, SampleKey
 from burnish.runs.drawn_batch import DrawnBatch
 from burnish.runs.pending_batches import ahead_files, read_ahead
 
@@ -244,8 +244,8 @@ def test_spans_of_weights_are_joined() -> None:
         made = Completion(np.arange(count), numbers, numbers, None, version)
         return replace(made, later_versions=later)
 
-    both = joined(part(4, 1, (2, 3)), part(3, 2, (5, 1)))
+    both = joined_completions([part(4, 1, (2, 3)), part(3, 2, (5, 1))])
     assert both.versions.tolist() == [1, 1, 1, 2, 2, 5, 5]
     assert (both.weights_version, both.later_versions) == (1, ((2, 3), (5, 5)))
-    assert joined(part(2, 3), part(0, 0)).versions.tolist() == [3, 3]
-    assert joined(part(2, 3), part(1, 4)).later_versions == ((4, 2),)
+    assert joined_completions([part(2, 3), part(0, 0)]).versions.tolist() == [3, 3]
+    assert joined_completions([part(2, 3), part(1, 4)]).later_versions == ((4, 2),)

@@ -23,7 +23,13 @@ from burnish.environments.calls import Answered, Key
 from burnish.environments.pool import EnvironmentPool
 from burnish.errors import BurnishError
 from burnish.records import Completion, Prompt, Request, RewardCall, Rollout
-from burnish.records.samples import End, StopReason, TurnSpan
+from burnish.records.samples import (
+    End,
+    StopReason,
+    TurnSpan,
+    joined_completions,
+    of_environment,
+)
 from burnish.records.seeds import derive_seed
 from burnish.rollout.base import Sampling
 
@@ -188,8 +194,10 @@ class Conversations:
         for talk, (said,) in zip(asking, generate(drawn) if drawn else [], strict=True):
             first, _, last = said.times or (began, began, time.time())
             talk.spans.append(TurnSpan("model", "model", talk.turns, first, last - first))
-            talk.parts.append(_after(talk.heard, said))
-            talk.ids += said.token_ids.tolist()
+            if talk.heard:
+                said = joined_completions([of_environment(talk.heard, said.weights_version), said])
+            talk.parts.append(said)
+            talk.ids += said.token_ids[len(talk.heard) :].tolist()
             talk.heard = []
 
     def _hear(
@@ -209,7 +217,7 @@ class Conversations:
 
     def _action(self, talk: _Conversation) -> Action:
         said = talk.parts[-1]
-        ids = said.token_ids[_mask(said)].tolist()
+        ids = said.token_ids[said.drawn].tolist()
         turn = self._bridge.read(ids)
         calls = tuple(
             ToolCall(name, arguments, f"{number:09d}")
@@ -299,9 +307,11 @@ class Conversations:
         return [self._rollout(prompt, *each) for each in zip(talks, own, strict=True)]
 
     def _rollout(self, prompt: Prompt, talk: _Conversation, opening: Sequence[int]) -> Rollout:
-        completion = _joined(talk.parts)
-        if opening:
-            completion = _after(opening, completion)
+        first = talk.parts[0].weights_version if talk.parts else 0
+        parts = [*talk.parts]
+        if opening or not parts:
+            parts.insert(0, of_environment(opening, first))
+        completion = joined_completions(parts)
         is_cut = talk.end in ("length", "turns", "calls", "unreadable")
         stop: StopReason = "length" if is_cut else "stop"
         completion = replace(completion, stop_reason=stop)
@@ -368,56 +378,6 @@ def _named(rewards: Mapping[str, float] | float) -> Mapping[str, float]:
 def _add(sums: dict[str, float], values: Mapping[str, float]) -> None:
     for name, value in values.items():
         sums[name] = sums.get(name, 0.0) + value
-
-
-def _mask(completion: Completion) -> Any:
-    if completion.response_mask is None:
-        return np.ones(len(completion.token_ids), np.bool_)
-    return completion.response_mask
-
-
-def _after(heard: Sequence[int], said: Completion) -> Completion:
-    """Put tokens of an environment before a completion."""
-    if not heard:
-        return said
-    zeros = np.zeros(len(heard), np.float32)
-    shifted = tuple((version, first + len(heard)) for version, first in said.later_versions)
-    return replace(
-        said,
-        token_ids=np.concatenate([np.array(heard, np.int64), said.token_ids]),
-        sampled_logprobs=np.concatenate([zeros, said.sampled_logprobs]),
-        logprobs=np.concatenate([zeros, said.logprobs]),
-        response_mask=np.concatenate([np.zeros(len(heard), np.bool_), _mask(said)]),
-        later_versions=shifted,
-    )
-
-
-def _joined(turns: Sequence[Completion]) -> Completion:
-    """Return a conversation's turns as one completion. The turn before may have been drawn by older weights."""
-    if not turns:
-        nothing = np.zeros(0, np.float32)
-        return Completion(np.zeros(0, np.int64), nothing, nothing, None, 0)
-    if len(turns) == 1:
-        return turns[0]
-    versions: list[tuple[int, int]] = []
-    starts = np.cumsum([0, *(len(turn.token_ids) for turn in turns)]).tolist()
-    for turn, start in zip(turns, starts, strict=False):
-        for version, first in ((turn.weights_version, 0), *turn.later_versions):
-            if not versions or versions[-1][0] != version:
-                versions.append((version, start + first))
-    times = None
-    if turns[0].times and turns[-1].times:
-        times = (*turns[0].times[:2], turns[-1].times[2])
-    return replace(
-        turns[-1],
-        token_ids=np.concatenate([turn.token_ids for turn in turns]),
-        sampled_logprobs=np.concatenate([turn.sampled_logprobs for turn in turns]),
-        logprobs=np.concatenate([turn.logprobs for turn in turns]),
-        weights_version=versions[0][0],
-        later_versions=tuple(versions[1:]),
-        times=times,
-        response_mask=np.concatenate([_mask(turn) for turn in turns]),
-    )
 
 
 def _common(lists: Sequence[Sequence[int]]) -> list[int]:

@@ -304,14 +304,11 @@ class PolicyUpdate:
         completion = rollout.completion
         is_old = column == "old_logprobs"
         logprobs = completion.logprobs if is_old else completion.sampled_logprobs
-        drawn = completion.response_mask
-        if drawn is None:
-            drawn = np.ones(len(completion.token_ids), np.bool_)
         zeros = np.zeros(len(prompt), dtype=np.float32)
         arrays: dict[str, Any] = {column: np.concatenate([zeros, logprobs])} if column else {}
         return Example(
             token_ids=np.concatenate([prompt, completion.token_ids]),
-            loss_mask=np.concatenate([np.zeros(len(prompt), np.bool_), drawn]),
+            loss_mask=np.concatenate([np.zeros(len(prompt), np.bool_), completion.drawn]),
             experts=_to_the_end(completion.experts) if self._replays_rollout else None,
             **arrays,
         )
