@@ -45,6 +45,7 @@ _CONFIG_BYTES = 4 << 20
 _MODEL = re.compile(r"^model:\n(?:  .*\n)*?  path: (.*)$", re.M)
 _TEXT_LIMIT = 3000
 _EXAMPLES = 3
+_MESSAGES = 40  # of a conversation
 _ASSET = re.compile(
     r'<link rel="stylesheet" href="static/(?P<style>\S+)">'
     r'|<script src="static/(?P<script>\S+)" defer></script>'
@@ -231,7 +232,19 @@ def _shown(row: Row) -> Row:
     texts = {name: row[name] for name in ("prompt", "completion", "answer") if row.get(name)}
     short = {name: _shortened(text) for name, text in texts.items()}
     tokens = row.get("tokens") if len(row["completion"]) <= _TEXT_LIMIT else None
+    if isinstance(row.get("conversation"), list):
+        short["conversation"] = [*map(_shortened_message, row["conversation"][:_MESSAGES])]
     return row | short | {"id": _name(row), "kind": "step", "tokens": tokens}
+
+
+def _shortened_message(message: Any) -> Any:
+    """Return a message with a short content; one of long calls loses these."""
+    if not isinstance(message, dict):
+        return None
+    content = message.get("content")
+    short = {"content": _shortened(content if isinstance(content, str) else json.dumps(content))}
+    calls = {"calls": []} if len(json.dumps(message.get("calls"))) > _TEXT_LIMIT else {}
+    return message | short | calls
 
 
 def _shortened(text: str) -> str:

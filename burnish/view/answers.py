@@ -62,7 +62,7 @@ _FACTS = (
     "reason", "started", "ended", "best", "score", "attention",
 )  # fmt: skip
 """What a row of the list has besides, where it is known."""
-_LISTED = ("step", "prompt_index", "sample", "reward", "length", "stop_reason", "source")
+_LISTED = ("step", "prompt_index", "sample", "reward", "length", "stop_reason", "source", "end")
 # Characters of a text in a list.
 _PREVIEW = 300
 # Most characters of a completion in a prompt's history, and what is shown of each.
@@ -228,6 +228,7 @@ class Answers:
                 "prompt": str(row["prompt"])[:_PREVIEW],
                 "completion": str(row["completion"])[:_PREVIEW],
                 "error": bool(row.get("reward_error")),
+                "turns": _turns(row.get("conversation")),
             }
             for identity, row in page.rows
         ]
@@ -462,6 +463,12 @@ class Answers:
             if run.root not in self._indices:
                 self._indices[run.root] = RolloutIndex(self._within(run.rollouts))
             return self._indices[run.root]
+
+
+def _turns(conversation: Any) -> int:
+    """Count the turns of the model in a conversation's record; 0 without one."""
+    messages = conversation if isinstance(conversation, list) else ()
+    return sum(isinstance(each, dict) and each.get("role") == "assistant" for each in messages)
 
 
 def _weight(setting: str) -> int:

@@ -19,8 +19,8 @@ from typing import Any
 
 import pytest
 from support.ranks.ports import free_port
-from support.runs.rollouts import made_rollout
-from tracking.test_traces import EXACT, HOSTILE, LATE, made_talk, run_directory
+from support.runs.rollouts import made_rollout, made_talk
+from tracking.test_traces import EXACT, HOSTILE, LATE, run_directory
 
 from burnish.config.schema import TracesConfig
 from burnish.records import Rollout
@@ -131,7 +131,7 @@ def test_the_collector_gets_what_the_file_has(
 ) -> None:
     import base64
 
-    traced(tmp_path, collector.url, text=text, more=[made_talk()])
+    traced(tmp_path, collector.url, text=text, more=[made_talk(calls=(EXACT,))])
     sent = collector.spans()
     stored = [
         span
@@ -161,7 +161,7 @@ def test_the_attributes_are_the_conventions_own(tmp_path: Path, collector: Colle
         "opentelemetry.semconv._incubating.attributes.gen_ai_attributes", reason=MISSING
     )
     names = {value for value in vars(known).values() if isinstance(value, str)}
-    traced(tmp_path, collector.url, more=[made_talk()])
+    traced(tmp_path, collector.url, more=[made_talk(calls=(EXACT,))])
     used = {name for span in collector.spans() for name in attributes(span)}
     assert {name for name in used if name.startswith("gen_ai.")} <= names
     assert len({name for name in used if name.startswith("gen_ai.")}) > 10

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support.runs.rollouts import made_rollout, table_of
+from support.runs.rollouts import made_rollout, made_talk, table_of
 
 from burnish.config.document import dump_yaml
 from burnish.config.schema import RunConfig, TracesConfig
 from burnish.records import RewardCall, Rollout
-from burnish.records.samples import TurnSpan
 from burnish.tracking.rollouts import rollouts_path, write_rollouts
 from burnish.tracking.rundir import RUN, RunDirectory
 from burnish.tracking.traces import Traces, read_traces
@@ -23,29 +21,6 @@ EXACT = RewardCall("exact", 1.0, None, 102.5, 0.25)
 LATE = RewardCall("late", None, "TimeoutError: 2+2=4 (mine.py:3)", 102.0, 5.0)
 JUDGE = RewardCall("judge", 0.5, None, 103.0, 1.0)
 FUNCTIONS = [{"function": "exact_match"}, {"function": "mine.py:late"}]
-
-
-RECORD = (
-    {"role": "user", "content": "Begin."},
-    {"role": "assistant", "content": "<call>", "calls": [{"name": "multiply", "arguments": {"a": 3}}],
-     "tokens": 5, "rewards": {"called": 0.25}},
-    {"role": "tool", "name": "multiply", "content": "Error: no b", "is_error": True},
-    {"role": "assistant", "content": "12", "calls": [], "tokens": 2, "rewards": {"right": 1.0}},
-)  # fmt: skip
-TURNS = (
-    TurnSpan("environment", "environment", -1, 99.0, 0.5),
-    TurnSpan("model", "model", 0, 100.0, 1.0),
-    TurnSpan("environment", "environment", 0, 101.0, 0.5),
-    TurnSpan("tool", "multiply", 0, 101.25, 0.125, "Error: no b"),
-    TurnSpan("model", "model", 1, 102.0, 1.0),
-    TurnSpan("environment", "environment", 1, 103.0, 0.25),
-)
-
-
-def made_talk() -> Rollout:
-    """A conversation of two turns, whose first calls a tool."""
-    calls = (RewardCall("environment", 1.25, None, 100.0, 0.75), EXACT)
-    return replace(made_rollout(calls=calls), conversation=RECORD, spans=TURNS, end="done")
 
 
 def run_directory(root: Path) -> RunDirectory:
@@ -79,7 +54,7 @@ def written(
 
 
 def test_a_conversation_has_a_span_of_each_turn_and_call(tmp_path: Path) -> None:
-    (spans,) = written(tmp_path, [made_talk()])
+    (spans,) = written(tmp_path, [made_talk(calls=(EXACT,))])
     names = [span["name"] for span in spans]
     chat = "text_completion me/tiny"
     turn = ["environment", "execute_tool multiply", chat, "environment"]
@@ -107,7 +82,7 @@ def test_a_conversation_has_a_span_of_each_turn_and_call(tmp_path: Path) -> None
     assert last["attributes"] == {"burnish.turn": 1, "burnish.reward.right": 1.0}
     assert exact["attributes"]["burnish.reward.judge"] == "function"
     assert root["attributes"]["burnish.end"] == "done"
-    (hidden,) = written(tmp_path / "hidden", [made_talk()], redact="texts")
+    (hidden,) = written(tmp_path / "hidden", [made_talk(calls=(EXACT,))], redact="texts")
     assert hidden[4]["error"]
     assert not {"no b", "12"} & {*json.dumps(hidden).split('"')}
     (path,) = [each for each in (tmp_path / "traces").iterdir() if each.name.startswith("step")]

@@ -15,13 +15,15 @@ import pytest
 
 pytest.importorskip("uvicorn", reason="the extra view is not installed")
 
-from support.runs.rollouts import made_rollout, table_of
+from support.runs.rollouts import RECORD, made_rollout, made_talk, table_of
 from view.served import viewer
 
 from bench.view_runs import HOSTILE, make_hostile_run, make_run
+from burnish.config.schema import TracesConfig
 from burnish.tracking.report import write_report
 from burnish.tracking.rollouts import write_rollouts
 from burnish.tracking.rundir import RunDirectory
+from burnish.tracking.traces import Traces
 from burnish.tracking.trackers import json_line, json_numbers
 from scripts.chromium import PROGRAM, Pipe, Tab, chromium
 
@@ -65,7 +67,35 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     growing(root, "own", 2)
     make_failed(root / "failed")
     make_said(root / "said")
+    make_talks(root / "talks")
     return root
+
+
+def make_talks(directory: Path) -> None:
+    """A group of conversations: a good one, one that reached a limit, a hostile one and a failed one. Only the first two have a trace."""
+    run = RunDirectory(make_run(directory, steps=1))
+    wrong = {**RECORD[3], "content": "13", "rewards": {"right": 0.0}}
+    call = {"name": HOSTILE[1], "arguments": {HOSTILE[2]: HOSTILE[5]}}
+    begun = {
+        "role": "assistant",
+        "content": HOSTILE[0],
+        "calls": [call],
+        "problem": HOSTILE[6],
+        "rewards": {HOSTILE[0]: 1.0},
+    }
+    heard = [
+        {"role": "tool", "name": HOSTILE[1], "content": each} for each in (*HOSTILE, "x" * 2**20)
+    ]
+    odd = [None, 3, {"role": "<b>", "content": ["parts", {"<i>": 1}], "unseen": True}]
+    talks = [
+        made_talk(reward=1.25),
+        made_talk(sample=1, record=[*RECORD[:3], wrong], reward=0.25, end="turns"),
+        made_talk(sample=2, record=[begun, *heard, *odd], reward=0.0, end="unreadable"),
+        made_talk(sample=3, record=RECORD[:2], reward=0.0, end="failed", error="environment: <b>"),
+    ]  # fmt: skip
+    texts = lambda ids: ["I say", " heard", " twelve"][: len(ids)]  # noqa: E731
+    write_rollouts(run.rollouts, 1, table_of(talks), [0.0] * 4, texts)
+    Traces(run, TracesConfig(), 10**9, 0).take(1, talks, [0.0] * 4, [0, 1])
 
 
 def make_said(directory: Path) -> None:
@@ -168,7 +198,7 @@ def unhurt(tab: Tab) -> None:
 
 def test_runs_charts_and_rollouts_show(tab: Tab, address: str) -> None:
     show(tab, address)
-    tab.wait("document.querySelectorAll('tbody tr').length === 6")
+    tab.wait("document.querySelectorAll('tbody tr').length === 7")
     assert "own" in text(tab, "tbody")
     show(tab, f"{address}#/run/own")
     tab.wait("document.querySelectorAll('.uplot canvas').length > 2")
@@ -360,6 +390,74 @@ def test_a_prompt_through_time_has_its_changes_marked(tab: Tab, address: str) ->
     assert "<|im_start|>" in text(tab, ".prompt-shown > .text")
     tab.resize(390, 844, mobile=True)
     assert tab.run("document.documentElement.scrollWidth") <= 390
+
+
+@pytest.mark.nightly
+def test_a_conversation_is_shown_turn_by_turn(tab: Tab, address: str) -> None:
+    place = f"{address}#/run/talks/rollout/{quote('step-00000001:0:0')}"
+    beside = quote("step-00000001:0:1")
+    show(tab, place)
+    turns = "[...document.querySelectorAll('.turn')].map((e) => [...e.children].map((c) => c.innerText.replace(/\\s+/g, ' ').trim()))"
+    assert tab.run(turns) == [
+        [
+            "Turn 1 5 tokens model 1 s environment 500 ms called 0.250",
+            "<call>",
+            "multiply(a: 3)",
+            "tool multiply · 125 ms · failed Error: no b",
+        ],
+        ["Turn 2 2 tokens model 1 s environment 250 ms right 1", "12"],
+    ]
+    assert text(tab, ".conversation > .reply .bubble") == "Begin."
+    assert text(tab, ".conversation .end") == "Ended by the environment"
+    assert tab.run("[...document.querySelectorAll('.parts dt')].map((e) => e.textContent)") == ["exact", "luck"]  # fmt: skip
+    meta = tab.run("[...document.querySelectorAll('.item .meta')].map((e) => e.textContent)")
+    assert [("2 turns" in each, "limit" in each) for each in meta[:2]] == [(True, False), (True, True)]  # fmt: skip
+    show(tab, f"{place}?beside={beside}")
+    same = "[...document.querySelectorAll('.turn')].map((e) => e.classList.contains('same'))"
+    assert tab.run(same) == [True, False] * 2
+    assert tab.run("document.querySelectorAll('.end')[1].className") == "end warn"
+    show(tab, f"{place}?colour=logprobs")
+    kinds = "[...document.querySelectorAll('.text.tokens > span')].map((e) => [e.className, e.textContent])"
+    assert tab.run(kinds) == [
+        ["mark", "turn 1"], ["size", "I say"], ["mark", "environment"], ["heard", " heard"],
+        ["mark", "turn 2"], ["size", " twelve"],
+    ]  # fmt: skip
+    assert "by model" not in text(tab, ".head select")
+    tab.run("document.querySelector('.text .heard').dispatchEvent(new PointerEvent('pointerover', {bubbles: true}))")  # fmt: skip
+    assert "not trained on" in text(tab, ".told output")
+    tab.run("document.querySelectorAll('.item')[3].click()")
+    tab.wait("document.querySelector('.column .notice strong')")
+    assert text(tab, ".column .notice strong") == "The environment failed"
+    for width in (400, 1440):
+        tab.resize(width, 900, mobile=width == 400)
+        show(tab, place)
+        assert tab.run("document.documentElement.scrollWidth") <= width
+
+
+@pytest.mark.nightly
+def test_what_tools_say_does_nothing(tab: Tab, address: str, root: Path) -> None:
+    show(tab, f"{address}#/run/talks/rollout/{quote('step-00000001:0:2')}")
+    unhurt(tab)
+    bubbles = (
+        "[...document.querySelectorAll('.conversation .reply .bubble')].map((e) => e.textContent)"
+    )
+    shown = tab.run(bubbles)
+    assert {HOSTILE[0], HOSTILE[1], "U+202Eright to leftU+202C"} <= {*shown}
+    assert '["parts",{"<i>":1}]' in shown
+    assert max(map(len, shown)) < 5000
+    assert text(tab, ".call") == f'{HOSTILE[1]}({HOSTILE[2]}: "U+202Eright to leftU+202C")'
+    more = "[...document.querySelectorAll('.reply .more')]"
+    tab.run(f"{more}.at(-1).click()")
+    tab.wait(f"{bubbles}.some((text) => text.length === 2 ** 20)")
+    report = write_report(root / "talks")
+    assert report.stat().st_size < 2_000_000
+    show(tab, f"{report.as_uri()}#/run/talks/rollouts")
+    tab.wait("document.querySelectorAll('.conversation .turn').length === 2")
+    for number in range(count(tab, ".item")):
+        tab.run(f"document.querySelectorAll('.item')[{number}].click()")
+        tab.wait(f"{READY} && document.querySelector('.column')")
+        unhurt(tab)
+    report.unlink()
 
 
 @pytest.mark.nightly

@@ -1,5 +1,6 @@
 // One rollout, and perhaps another one beside it: prompt, answers, rewards, tokens, trace.
 
+import {conversationShown, messagesIn, numbersOf, sharedMessages} from "./conversation.js";
 import {frozen, get} from "./data.js";
 import {button, copyButton, count, duration, h, num, options, passage, rewardChip, short, words} from "./dom.js";
 import {promptShown} from "./messages.js";
@@ -10,7 +11,7 @@ const FILTERS = ["kind", "text", "source", "from_step", "to_step", "prompt", "mi
 // What has a place of its own.
 const KNOWN = new Set([
   "id", "kind", "step", "prompt_index", "sample", "prompt", "completion", "answer", "reward", "reward_parts", "reward_error", "advantage", "stop_reason",
-  "length", "weights_version", "source", "columns", "tokens", "trace", "error",
+  "length", "weights_version", "source", "columns", "tokens", "trace", "error", "end", "conversation", "later_versions",
 ]), MOST_OF_A_COLUMN = 400;
 const NAMES = {logprobs: "log-prob", advantages: "advantage", old_values: "old value"};
 const ONE_SIDED = ["logprobs", "entropy"], MOST_TOKENS = 4000, SHARED = 24, STRONGEST = 60;
@@ -34,14 +35,16 @@ export async function readRollout(run, id, query) {
   const [row, other] = await Promise.all([id, query.get("beside")].map((each) => each && get("rollout", {run, id: each})));
   const {rows} = await get("rollouts", {run, kind: row.kind, step: row.step, prompt: row.prompt_index, limit: 200});
   const siblings = rows.sort((a, b) => a.sample - b.sample), next = siblings.find((each) => each.id !== id);
-  const colour = query.get("colour"), arrays = Object.keys({...row.tokens, ...other?.tokens}).filter((name) => name !== "texts");
+  const colour = query.get("colour"), arrays = arraysOf({...row.tokens, ...other?.tokens});
   const wanted = arrays.find((name) => colour && name.startsWith(colour)) ?? "";
   const choice = h("select", {onchange: () => replace(changed({colour: choice.value}))}, options([["", "nothing"], ...arrays.map((name) => [name, titleOf(name)])]));
   choice.value = wanted;
   const sizes = [row, other].flatMap((each) => each?.tokens?.[wanted] ?? []).map((value) => Math.abs(num(value))).filter(Number.isFinite).sort((a, b) => a - b);
   const most = sizes[Math.floor(0.98 * sizes.length)] || sizes.at(-1) || 1;
   let shared = 0;
-  while (other && shared < row.completion.length && row.completion[shared] === other.completion[shared]) shared += 1;
+  const isTalk = messagesIn(row).length > 0;
+  while (!isTalk && other && shared < row.completion.length && row.completion[shared] === other.completion[shared]) shared += 1;
+  if (isTalk) shared = sharedMessages(row, other);
   const isValidation = row.kind === "validation", prompt = `prompt ${row.prompt_index}`;
   return [
     h("div.head",
@@ -57,22 +60,25 @@ export async function readRollout(run, id, query) {
       other ? column(other, siblings, (sibling) => toRollout(row, sibling.id), {wanted, most, shared}) : null)];
 }
 
+const arraysOf = (tokens) => Object.keys(tokens).filter((name) => name !== "texts" && name !== "by_model");
 const titleOf = (name) => NAMES[name] ?? name.replace(/_/g, " ").replace(/s$/, "");
 
 function column(row, siblings, to, {wanted, most, shared}) {
+  const talk = messagesIn(row), isRaw = here().query.get("raw") === "1";
   const sample = (each) => h("a", {"aria-current": each.id === row.id && "true", href: to(each), title: `sample ${each.sample}`}, rewardChip(each.reward));
   const facts = [
-    ["sample", row.sample], ["tokens", row.length && count(row.length)], ["ended by", row.stop_reason],
+    ["sample", row.sample], ["turns", talk.length ? count(talk.filter(({role}) => role === "assistant").length) : null], ["tokens", row.length && count(row.length)], ["ended by", talk.length ? null : row.stop_reason],
     ["advantage", row.advantage === undefined || row.advantage === null ? null : short(row.advantage)], ["weights", row.weights_version],
   ].filter(([, value]) => value !== null && value !== undefined);
-  const parts = Object.entries(row.reward_parts ?? {}).map(([name, value]) => h("div", h("dt", words(name)), h("dd", rewardChip(value))));
+  const parts = Object.entries(row.reward_parts ?? {}).filter(([name]) => !name.startsWith("environment/")).map(([name, value]) => h("div", h("dt", words(name)), h("dd", rewardChip(value))));
+  const numbers = numbersOf(row).map(([name, value]) => h("div", h("dt", words(name)), h("dd", value)));
   return h("section.column",
     siblings.length > 1 ? h("nav.samples", {"aria-label": "Samples of this prompt"}, siblings.map(sample)) : null,
     h("div.facts", rewardChip(row.reward), facts.map(([name, value]) => h("span", h("span.soft", `${name} `), value)),
       copyButton(() => row.completion, "Copy the completion"), frozen ? null : copyButton(() => new URL(toRollout(row), location).href, "Copy the link to this rollout", "Link")),
-    h("dl.parts", parts),
-    row.reward_error ? h("div.notice", h("strong", "A reward function failed"), h("div.mono", words(row.reward_error))) : null,
-    row.tokens?.[wanted] ? tokens(row.tokens, wanted, most) : completion(row.completion, shared),
+    h("dl.parts", parts, numbers),
+    row.reward_error ? h("div.notice", h("strong", row.end === "failed" ? "The environment failed" : "A reward function failed"), h("div.mono", words(row.reward_error))) : null,
+    row.tokens?.[wanted] ? tokens(row.tokens, wanted, most) : talk.length && !isRaw ? conversationShown(row, shared) : completion(row.completion, talk.length ? 0 : shared),
     trace(row.trace));
 }
 
@@ -82,27 +88,29 @@ function completion(text, shared) {
   return h("div.text", {dir: "auto"}, h("span.shared", {title: "The same in both"}, words(text.slice(0, shared))), words(text.slice(shared)));
 }
 
-// Tokens, each on a colour as strong as its number is large relative to `most`. Shows the number under the pointer.
+// Tokens, each on a colour as strong as its number is large relative to `most`; those of an environment have none. Shows the number under the pointer.
 function tokens(all, wanted, most) {
-  const arrays = Object.keys(all).filter((each) => each !== "texts"), values = all[wanted].map(num);
+  const arrays = arraysOf(all), isHeard = (i) => all.by_model?.[i] === false, values = all[wanted].map(num);
   const signed = !ONE_SIDED.includes(wanted), far = wanted === "logprobs" ? `−${short(most)}` : short(most);
   const told = h("output", "Point at a token.");
   const tell = ({target: {dataset: {i}}}) => {
     if (i === undefined) return;
-    const numbers = arrays.map((each) => h("span", h("span.soft", `${titleOf(each)} `), short(all[each][i])));
+    const numbers = isHeard(i) ? [h("span.soft", "the environment's, not trained on")] : arrays.map((each) => h("span", h("span.soft", `${titleOf(each)} `), short(all[each][i])));
     told.replaceChildren(h("span.soft", count(Number(i) + 1)), h("q", words(all.texts[i])), ...numbers);
   };
+  let turns = 0;
+  const mark = (i) => all.by_model && (i === 0 || isHeard(i) !== isHeard(i - 1)) && h("span.mark", isHeard(i) ? "environment" : `turn ${(turns += 1)}`);
   const token = (text, i) => {
     const value = values[i], share = Math.round(STRONGEST * Math.min(1, Math.abs(value) / most)) || 0;
-    const kind = !Number.isFinite(value) ? "broken" : !signed ? "size" : value > 0 ? "plus" : "minus";
-    return h(`span.${kind}`, {"data-i": i, style: {"--share": `${share}%`}}, words(text));
+    const kind = isHeard(i) ? "heard" : !Number.isFinite(value) ? "broken" : !signed ? "size" : value > 0 ? "plus" : "minus";
+    return [mark(i), h(`span.${kind}`, {"data-i": i, style: {"--share": `${share}%`}}, words(text))].filter(Boolean);
   };
   const box = h("div.text.tokens", {dir: "auto", onpointerover: tell}, all.texts.slice(0, MOST_TOKENS).map(token));
   const more = button("more", `Show ${count(all.texts.length - MOST_TOKENS)} more tokens`, () => {
     more.remove();
-    box.append(...all.texts.slice(MOST_TOKENS).map((text, i) => token(text, MOST_TOKENS + i)));
+    box.append(...all.texts.slice(MOST_TOKENS).flatMap((text, i) => token(text, MOST_TOKENS + i)));
   }, {hidden: all.texts.length <= MOST_TOKENS});
-  return h("div", h("div.told", h(`div.scale${signed ? ".signed" : ""}`, signed ? `−${far}` : "0", h("i"), far), told), box, more);
+  return h("div", h("div.told", h(`div.scale${signed ? ".signed" : ""}`, signed ? `−${far}` : "0", h("i"), far), all.by_model ? h("span.tokens", h("span.heard", "not trained on")) : null, told), box, more);
 }
 
 function trace(found) {

@@ -1,5 +1,6 @@
 // Lists of rollouts: with filters, and of a report.
 
+import {endOf} from "./conversation.js";
 import {frozen, get} from "./data.js";
 import {button, count, h, later, options, plural, rewardChip, searchBox, short, words} from "./dom.js";
 import {changed, go, here, link, replace} from "./place.js";
@@ -12,12 +13,12 @@ const SORTS = [
 const NARROW = 760, WIDE = 1100, MOST_OF_AN_EXCERPT = 300, ASK_AGAIN_MS = 1000;
 
 function item(row, beside = null) {
-  const facts = [`step ${count(row.step)}`, `prompt ${row.prompt_index}`, `${count(row.length)} tokens`].map((fact) => h("span", fact));
+  const facts = [`step ${count(row.step)}`, `prompt ${row.prompt_index}`, row.turns ? plural(row.turns, "turn") : null, `${count(row.length)} tokens`].filter(Boolean).map((fact) => h("span", fact));
   const excerpt = row.completion.slice(0, MOST_OF_AN_EXCERPT).trim().replace(/\s+/g, " ");
   return h("a.item", {href: toRollout(row, beside), "data-row": true, "data-id": row.id, "data-group": `${row.step}/${row.prompt_index}`},
     rewardChip(row.reward),
-    h("span.meta", facts, row.stop_reason === "length" ? h("span.warn", "cut off") : null,
-      row.error || row.reward_error ? h("span.bad", "reward failed") : null, row.source ? h("span", words(row.source)) : null),
+    h("span.meta", facts, row.end && endOf(row).isWarning ? h("span.warn", words(endOf(row).text)) : row.stop_reason === "length" ? h("span.warn", "cut off") : null,
+      row.error || row.reward_error ? h("span.bad", row.end === "failed" ? "dropped" : "reward failed") : null, row.source ? h("span", words(row.source)) : null),
     h("span.excerpt", {dir: "auto"}, words(excerpt || "empty")));
 }
 

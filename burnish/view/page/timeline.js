@@ -6,7 +6,7 @@ import {besideOf, here, link, replace} from "./place.js";
 
 const LANE = 22, LEAST_PART = 0.004;
 
-export const own = (name) => name.split("/").at(-1);
+export const own = (name) => name.split("/").at(-1).replace(/^execute_tool /, "");
 const kind = ({name}) => name.split(/[/ ]/)[0];
 const kindsOf = (spans) => [...new Set(spans.map(kind))];
 

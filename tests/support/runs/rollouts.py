@@ -2,12 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
 from burnish.records import Completion, Prompt, RewardCall, Rollout, StopReason
 from burnish.records.rollout_table import RolloutTable
+from burnish.records.samples import End, TurnSpan
+
+RECORD = (
+    {"role": "user", "content": "Begin."},
+    {"role": "assistant", "content": "<call>", "calls": [{"name": "multiply", "arguments": {"a": 3}}],
+     "tokens": 5, "rewards": {"called": 0.25}},
+    {"role": "tool", "name": "multiply", "content": "Error: no b", "is_error": True},
+    {"role": "assistant", "content": "12", "calls": [], "tokens": 2, "rewards": {"right": 1.0}},
+)  # fmt: skip
+TURNS = (
+    TurnSpan("environment", "environment", -1, 99.0, 0.5),
+    TurnSpan("model", "model", 0, 100.0, 1.0),
+    TurnSpan("environment", "environment", 0, 101.0, 0.5),
+    TurnSpan("tool", "multiply", 0, 101.25, 0.125, "Error: no b"),
+    TurnSpan("model", "model", 1, 102.0, 1.0),
+    TurnSpan("environment", "environment", 1, 103.0, 0.25),
+)
 
 
 def made_rollout(
@@ -36,6 +55,23 @@ def made_rollout(
         reward_error=error,
         calls=calls,
     )
+
+
+def made_talk(
+    index: int = 0,
+    sample: int = 0,
+    *,
+    record: Sequence[Mapping[str, Any]] = RECORD,
+    end: End = "done",
+    calls: tuple[RewardCall, ...] = (),
+    **fields: Any,
+) -> Rollout:
+    """A conversation of two turns, whose first calls a tool. Of its three tokens the environment wrote the second."""
+    made = made_rollout(index, sample, calls=(RewardCall("environment", 1.25, None, 100.0, 0.75), *calls), **fields)  # fmt: skip
+    completion = replace(made.completion, response_mask=np.array([True, False, True]))
+    numbers = {"environment/turns": 2.0, "environment/calls": 1.0, "environment/luck": 0.5}
+    parts = {**made.reward_parts, **numbers}
+    return replace(made, completion=completion, reward_parts=parts, conversation=tuple(record), spans=TURNS, end=end)  # fmt: skip
 
 
 def table_of(rollouts: Sequence[Rollout]) -> RolloutTable:
