@@ -103,6 +103,7 @@ OPTIONS = (
     "burnish.runs.remote_inputs",
     "burnish.runs.replicas",
     "burnish.runs.stragglers",
+    "burnish.sandbox",
     "burnish.tracking.otlp",
     "burnish.tracking.profiles",
     "burnish.tracking.services",
