@@ -90,6 +90,7 @@ OPTIONS = (
     "burnish.plan",
     "burnish.rewards.builtin",
     "burnish.rollout.client",
+    "burnish.rollout.builtin.turns",
     "burnish.rollout.in_flight",
     "burnish.rollout.inference_engine",
     "burnish.rollout.openai",

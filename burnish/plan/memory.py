@@ -293,13 +293,18 @@ class Needs:
         slots = min(slots, sequences)
         token = 2.0 * self._width * model.shape.key * model.shape.depth
         prompts = -(-sequences // work.samples) * work.prompt
+        if work.takes_turns:  # a conversation's turns before are a prompt of its own
+            prompts = sequences * work.length
         read = min(_PREFILL_TOKENS, prompts)
         forward = max(each.forward for each in self._tokens_of.values())
         sorting = 0 if not work.is_nucleus else 2 if self._cpu else 4
         cached = slots * work.length * token
         if self._devices.shared_cache:
             shared = min(-(-sequences // work.samples), -(-(slots - 1) // work.samples) + 1, slots)
-            cached = (slots * work.trained + shared * work.prompt) * token * FP32 / self._width
+            begun = slots * work.length if work.takes_turns else shared * work.prompt
+            cached = (slots * work.trained + begun) * token * FP32 / self._width
+        if work.takes_turns:
+            cached += slots * work.length * token
         return {
             "kv cache": cached,
             "activations": read * forward + min(2 * read, prompts) * token,

@@ -396,6 +396,8 @@ class Workload:
     """Whether sampling sorts the vocabulary."""
     samples: int = 1
     """Sequences of each prompt."""
+    takes_turns: bool = False
+    """Whether sequences are conversations, which the generator keeps between their turns."""
     is_replayed: bool = False
     """Whether the updates know the experts of each token."""
     saves_in_background: bool = False
@@ -436,6 +438,7 @@ class Workload:
             fits_slots=rollout.slots == "auto",
             is_nucleus=rollout.top_p < 1,
             samples=rollout.n,
+            takes_turns=rollout.environment.target is not None,
             is_replayed=replay == "rollout" or (replay == "recompute" and several),
         )
 

@@ -47,6 +47,8 @@ class Sampling:
     """The training step, part of every random number's key."""
     experts: bool = False
     """Whether completions record the experts of their tokens."""
+    keeps: bool = False
+    """Whether the generator may keep keys and values for the conversations' next turns, until `Generator.forget`."""
 
 
 class RunningRequest(NamedTuple):
@@ -118,6 +120,10 @@ class Generator(Protocol):
     def so_far(self) -> list[RunningRequest]:
         """Return the partial completions of a running `generate`. In one process, call it from `watch`."""
         return []
+
+    def forget(self) -> None:
+        """Free what is kept of conversations (`Sampling.keeps`)."""
+        return
 
     def checksums(self) -> Iterator[tuple[TensorSpec, str]]:
         """Yield each tensor in use, by canonical name, and its `Shard.checksum`.

@@ -86,6 +86,10 @@ class Server:
         """Free the server's device memory."""
         self._message("/release", method="POST")
 
+    def forget(self) -> None:
+        """Free what the server keeps of conversations."""
+        self._message("/forget", method="POST")
+
     @contextmanager
     def upload(
         self, version: int, owner: str = "", *, anew: bool = False
@@ -256,6 +260,8 @@ class ServedGenerator(Generator):
         self._gather: Gather | None = None
         self._version: int | None = None
         self._ended: list[RunningRequest] = []
+        self._share_of: dict[tuple[int, int], int] = {}
+        """The share of each conversation, by prompt and sample: a server keeps what it read."""
 
     def generate(
         self, requests: Sequence[Request], sampling: Sampling, watch: Watch | None = None
@@ -269,8 +275,10 @@ class ServedGenerator(Generator):
             raise UsageError("the servers have no weights", do="call load_weights first")
         self._ended = []
         shares = _shares(requests, len(self._servers), in_flight=self._in_flight)
+        if sampling.keeps and not self._in_flight:
+            shares = self._kept_shares(requests, shares)
         completions: dict[int, list[Completion]] = {}
-        while waiting := [share for share in enumerate(shares) if share[1][0] not in completions]:
+        while waiting := [share for share in enumerate(shares) if {*share[1]} - {*completions}]:
             servers = self._loaded
             alive = [server for server in servers if server not in self._lost]
             if not alive:
@@ -282,6 +290,20 @@ class ServedGenerator(Generator):
                 dealt[own if own in dealt else alive[number % len(alive)]].append(share)
             completions |= self._ask_servers(dealt, requests, sampling, watch)
         return [completions[number] for number in range(len(requests))]
+
+    def _kept_shares(
+        self, requests: Sequence[Request], shares: Sequence[list[int]]
+    ) -> list[list[int]]:
+        """Return `shares`, but leave conversations where they began."""
+        by_server: list[list[int]] = [[] for _ in self._servers]
+        for number, share in enumerate(shares):
+            for place in share:
+                request = requests[place]
+                own = self._share_of.get((request.prompt_key, request.first_sample), number)
+                by_server[own].append(place)
+                for sample in range(request.first_sample, request.first_sample + request.samples):
+                    self._share_of[request.prompt_key, sample] = own
+        return [sorted(share) for share in by_server]
 
     def _ask_servers(
         self,
@@ -416,6 +438,14 @@ class ServedGenerator(Generator):
         )
         for url, _ in revived.values() if self._layout.is_main else ():
             log.warning("the generator at %s takes part again", url)
+
+    def forget(self) -> None:
+        """See `Generator.forget`."""
+        self._share_of = {}
+        for server in self._loaded:
+            if server not in self._lost:
+                with self._losing(server):
+                    server.forget()
 
     def checksums(self) -> Iterator[tuple[TensorSpec, str]]:
         """See `Generator.checksums`: of the servers that this rank feeds."""

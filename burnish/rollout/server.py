@@ -4,6 +4,7 @@
     POST /completions         requests; answers with progress, then completions
     GET  /completions         running requests, then their partial completions
     POST /release             frees device memory
+    POST /forget              frees what is kept of conversations
     GET  /checksums           checksum of each tensor in use
     GET  /                    the server's description; 503 while it hangs
 
@@ -183,6 +184,10 @@ class GeneratorServer:
         self._generator.release()
         empty_cache()  # the training process needs the memory
 
+    def forget(self) -> None:
+        """Free what is kept of conversations."""
+        self._generator.forget()
+
     def checksums(self) -> messages.Parts:
         """Return the generator's checksums."""
         rows = [
@@ -241,6 +246,8 @@ class _Handler(BaseHTTPRequestHandler):
                 self._answer(_result_of(server.call(server.checksums)))
             case "POST", "/release":
                 self._answer(_result_of(server.call(server.release)))
+            case "POST", "/forget":
+                self._answer(_result_of(server.call(server.forget)))
             case "PUT", "/weights":
                 self._load(dict(parse_qsl(url.query)))
             case "POST", "/completions":

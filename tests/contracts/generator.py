@@ -95,6 +95,29 @@ def rest(completion: Completion, count: int) -> Completion:
     )
 
 
+def take_turns(
+    generator: Generator, sampling: Sampling, turns: int = 3, samples: int = 3
+) -> list[tuple[Request, Completion]]:
+    """Each turn of conversations that hear some tokens after each turn, with the request for it."""
+    rng = np.random.default_rng(1)
+    requests = make_requests((1, 5, 23, 40), samples)
+    said = []
+    for turn in range(turns):
+        groups = generator.generate(requests, sampling)
+        following = []
+        for request, group in zip(requests, groups, strict=True):
+            for number, completion in enumerate(group):
+                said.append((request, completion))
+                heard = rng.integers(3, VOCAB, 1 + len(said) % 4)
+                ids = np.concatenate([request.token_ids, completion.token_ids, heard])
+                sample = request.first_sample + number
+                following.append(Request(request.prompt_key, ids, 1, sample, turn=turn + 1))
+        # Some conversations end before the others.
+        requests = following[: len(following) - 2 * (turn + 1)]
+    generator.forget()
+    return said
+
+
 class GeneratorContract:
     """Test methods; `make` gives a generator that holds the weights of a plain fp32 model as `version`."""
 
@@ -193,6 +216,23 @@ class GeneratorContract:
         assert_same(
             [[c for group in groups for c in group]], generator.generate([request], sampling)
         )
+
+    @pytest.mark.parametrize("family", by_day(FAMILIES, ("qwen3",)))
+    def test_turns_of_conversations_are_drawn_as_if_they_were_read_anew(self, family: str) -> None:
+        model = self.model(family)
+        generator = self.make(model, eos=range(3, 9))
+        sampling = Sampling(12, seed=4, keeps=True)
+        turns = take_turns(generator, sampling)
+        for request, completion in turns:
+            want = chosen(logits_by_hand(model, request, completion).log_softmax(-1), completion)
+            np.testing.assert_allclose(completion.logprobs, want, atol=1e-5)
+        again, anew = (
+            [completion for _, completion in take_turns(generator, how)]
+            for how in (sampling, replace(sampling, keeps=False))
+        )
+        found = [completion for _, completion in turns]
+        assert_same([found], [again], atol=0)
+        assert_same([found], [anew])
 
     def test_a_completion_goes_on_after_tokens_that_were_drawn_before(self) -> None:
         """With the same draws: it ends as one that nothing interrupted."""

@@ -52,10 +52,13 @@ class Scripted:
 
     def __call__(self, requests):
         self.requests += requests
-        return [[self.turn(request)] for request in requests]
+        return [
+            [self.turn(request, request.first_sample + n) for n in range(request.samples)]
+            for request in requests
+        ]
 
-    def turn(self, request):
-        line = self.scripts[request.first_sample][request.turn]
+    def turn(self, request, sample):
+        line = self.scripts[sample][request.turn]
         ids = np.array(self.tokenizer(line + "<|im_end|>")["input_ids"], np.int64)
         ids = ids[: request.max_tokens]
         numbers = -np.arange(1, len(ids) + 1, dtype=np.float32)

@@ -109,6 +109,14 @@ def test_parked_models_leave_the_device_to_the_generator():
     assert adapter.host == {"offloaded": 4 * ALL + 12 * 3 * 2 * (8 + 8)}
 
 
+def test_conversations_are_kept_beside_those_that_take_a_turn():
+    def cached(**environment):
+        rollout = {"n": 2, "max_response_length": 48, "environment": environment}
+        return plan("rl", rollout=rollout).phases["rollout"]["kv cache"]
+
+    assert cached(function="a.py:A") == 2 * cached() > 0
+
+
 def test_the_host_has_room_for_what_is_away_at_one_time():
     engine = {"offload_during_rollout": True, "activation_offload": True}
     full = engine | {"activation_checkpointing": "full"}

@@ -3,6 +3,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import chain, product
 from typing import Any
 
@@ -15,6 +16,7 @@ from contracts.generator import (
     chosen,
     logits_by_hand,
     make_requests,
+    take_turns,
 )
 from support.models.generators import builtin
 from support.models.tiny import (
@@ -78,9 +80,9 @@ def test_automatic_slots_are_as_many_as_memory_has_room_for(
     asked: list[int] = []
 
     class Watched(builtin_generator.Decoding):
-        def __init__(self, model: Any, requests: Any, sampling: Any, rule: Any, slots: int) -> None:
+        def __init__(self, model: Any, requests: Any, how: Any, rule: Any, slots: int, *_: Any):
             asked.append(slots)
-            super().__init__(model, requests, sampling, rule, slots)
+            super().__init__(model, requests, how, rule, slots)
 
     monkeypatch.setattr("burnish.rollout.builtin.generator.Decoding", Watched)
     token = 2 * 4 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
@@ -95,6 +97,42 @@ def test_automatic_slots_are_as_many_as_memory_has_room_for(
     assert asked == [32, MOST_SLOTS, 1]
     texts = [[completion.token_ids.tolist() for completion in group] for group in found]
     assert texts[0] == texts[1] == texts[2]
+
+
+@pytest.mark.parametrize(("units", "slots", "kept"), [(False, 64, 6), (True, 64, 6), (False, 2, 2)])
+def test_turns_read_only_what_is_new_as_far_as_memory_goes(
+    units: bool, slots: int, kept: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(builtin_generator, "has_matrix_units", lambda device: units)
+    generator = builtin(tiny_model("qwen3"), slots=slots)
+    read: list[int] = []
+    forward = generator._model.forward
+    generator._model.forward = lambda ids, *rest: read.append(len(ids)) or forward(ids, *rest)
+    sampling = Sampling(30, keeps=True)
+    requests = make_requests((20, 20), samples=3)
+    said = generator.generate([replace(each, max_tokens=10) for each in requests], sampling)
+    assert sum(read) == 2 * 20 + 6 * 9
+    following = [
+        Request(asked.prompt_key, np.append(asked.token_ids, [*each.token_ids, 5]), 1, n, turn=1)
+        for asked, group in zip(requests, said, strict=True)
+        for n, each in enumerate(group)
+    ]
+    # Two slots hold 2 · (20 + 10) tokens, and a conversation has 29 that were read.
+    read.clear()
+    generator.generate([replace(each, max_tokens=10) for each in following], sampling)
+    assert sum(read) == kept * 2 + (6 - kept) * 31 + 6 * 9
+    generator.forget()
+    assert generator._turns is None
+
+
+@pytest.mark.parametrize("family", ["mistral", *by_day(WITH_STATE, ("lfm2",))])
+def test_turns_of_models_with_windows_and_states_are_drawn_as_if_read_anew(family: str) -> None:
+    model = tiny_model(family)
+    kept, anew = (
+        [each for _, each in take_turns(builtin(model), Sampling(12, keeps=keeps))]
+        for keeps in (True, False)
+    )
+    assert_same([kept], [anew])
 
 
 @pytest.mark.parametrize(

@@ -179,19 +179,23 @@ class Conversations:
     ) -> None:
         """Draw a turn of each conversation."""
         asking = [talk for talk in talks if talk.end is None]
-        drawn = [
-            Request(
-                talk.key[0],
-                np.array(talk.ids, np.int64),
-                first_sample=talk.sample,
-                turn=talk.turns,
-                max_tokens=_room(talk, sampling),
-                prompt=talk.prompt,
+        asked: list[Request] = []
+        for alike in _alike(asking):
+            talk = alike[0]
+            asked.append(
+                Request(
+                    talk.key[0],
+                    np.array(talk.ids, np.int64),
+                    samples=len(alike),
+                    first_sample=talk.sample,
+                    turn=talk.turns,
+                    max_tokens=_room(talk, sampling),
+                    prompt=talk.prompt,
+                )
             )
-            for talk in asking
-        ]
         began = time.time()
-        for talk, (said,) in zip(asking, generate(drawn) if drawn else [], strict=True):
+        drawn = [each for group in (generate(asked) if asked else []) for each in group]
+        for talk, said in zip(asking, drawn, strict=True):
             first, _, last = said.times or (began, began, time.time())
             talk.spans.append(TurnSpan("model", "model", talk.turns, first, last - first))
             if talk.heard:
@@ -339,6 +343,19 @@ class Conversations:
             spans=tuple(talk.spans),
             end=talk.end,
         )
+
+
+def _alike(talks: Sequence[_Conversation]) -> list[list[_Conversation]]:
+    """Group conversations of one prompt that have said the same so far: a generator reads their beginning once."""
+    groups: list[list[_Conversation]] = []
+    for talk in talks:
+        last = groups[-1][-1] if groups else None
+        follows = last is not None and talk.key == (last.key[0], last.sample + 1)
+        if last is not None and follows and (talk.turns, talk.ids) == (last.turns, last.ids):
+            groups[-1].append(talk)
+        else:
+            groups.append([talk])
+    return groups
 
 
 def _room(talk: _Conversation, sampling: Sampling) -> int:

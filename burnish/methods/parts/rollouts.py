@@ -179,11 +179,13 @@ class Collector:
             if self.conversations is not None:
 
                 def turn(asked: Sequence[Request]) -> list[list[Completion]]:
-                    return self.generator.generate(asked, sampling, lambda _: self.check())
+                    kept = replace(sampling, keeps=True)
+                    return self.generator.generate(asked, kept, lambda _: self.check())
 
                 played: list[list[Rollout]] = self.conversations.play(
                     prompts, requests, sampling, turn, self.check, bar.advance
                 )
+                self.generator.forget()
                 return played
             if self.partial is not None:
                 completions = self.partial.generate(self.generator, requests, sampling, watch)

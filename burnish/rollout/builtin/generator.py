@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
@@ -30,6 +30,9 @@ from burnish.rollout.builtin.forward import InferenceModel
 from burnish.rollout.builtin.kv_cache import PromptCache, SlotCache
 from burnish.rollout.builtin.sampling import Drawn, draw, uniforms
 from burnish.rollout.running import LocalGenerator, Running, StopRule
+
+if TYPE_CHECKING:
+    from burnish.rollout.builtin.turns import KeptTurns
 
 # Share of free memory for the cache. Prefill and fragmentation take the rest.
 _SHARE_OF_FREE_MEMORY = 0.8
@@ -63,6 +66,8 @@ class _SlotPrompt:
     """A prompt, and its chunk until all completions have started."""
 
     token_ids: TokenIds
+    key: tuple[int, int]
+    """The request's `prompt_key` and first sample."""
     chunk: _Chunk | None = None
     index: int = 0
 
@@ -104,6 +109,8 @@ class BuiltinGenerator(LocalGenerator[SlotSequence]):
         )
         self._layout = layout
         self._slots = slots
+        self._turns: KeptTurns | None = None
+        """What is kept of conversations, with `Sampling.keeps`."""
 
     @property
     def module(self) -> PreTrainedModel:
@@ -111,7 +118,8 @@ class BuiltinGenerator(LocalGenerator[SlotSequence]):
         return self._model.module
 
     def _maker(self, request: Request) -> Callable[..., SlotSequence]:
-        return partial(SlotSequence, prompt=_SlotPrompt(request.token_ids))
+        key = (request.prompt_key, request.first_sample)
+        return partial(SlotSequence, prompt=_SlotPrompt(request.token_ids, key))
 
     @torch.inference_mode()
     def _complete(
@@ -121,11 +129,18 @@ class BuiltinGenerator(LocalGenerator[SlotSequence]):
         rule: StopRule,
         watch: Watch | None,
     ) -> None:
+        if not sampling.keeps:
+            self.forget()
         slots = self._slots
         if slots == "auto":
-            longest = max((len(each.prompt.token_ids) for each in running), default=0)
-            slots = self._slots_that_fit(longest + sampling.max_tokens)
-        decoding = Decoding(self._model, running, sampling, rule, slots)
+            longest = max((len(each.prompt.token_ids) + each.room for each in running), default=0)
+            slots = self._slots_that_fit(longest, keeps=sampling.keeps)
+        if sampling.keeps:
+            from burnish.rollout.builtin.turns import KeptTurns
+
+            self._turns = self._turns or KeptTurns()
+            self._turns.begin(running, slots)
+        decoding = Decoding(self._model, running, sampling, rule, slots, self._turns)
         decoding.run(lambda: self._version or 0, watch)
 
     def _logprobs(self, running: SlotSequence) -> tuple[Floats, Floats]:
@@ -135,6 +150,7 @@ class BuiltinGenerator(LocalGenerator[SlotSequence]):
 
     def load_weights(self, weights: Publication, version: int) -> None:
         """See `InferenceModel.load`."""
+        self.forget()
         self._model.load(weights, self._layout)
         self._version = version
 
@@ -145,11 +161,17 @@ class BuiltinGenerator(LocalGenerator[SlotSequence]):
 
     def release(self) -> None:
         """See `Generator.release`. Keeps a CPU's memory, and a model beside an adapter."""
+        self.forget()
         if self._model.device.type != "cpu" and self._model.release():
             self._version = None
 
+    def forget(self) -> None:
+        """See `Generator.forget`."""
+        self._turns = None
+
     def close(self) -> None:
         """Free the weights for good."""
+        self.forget()
         self._version = None
         del self._model
 
@@ -170,8 +192,8 @@ class BuiltinGenerator(LocalGenerator[SlotSequence]):
         )
         return per_token, fixed
 
-    def _slots_that_fit(self, length: int) -> int:
-        """Return how many sequences of `length` tokens fit: 512, halved until they do.
+    def _slots_that_fit(self, length: int, *, keeps: bool) -> int:
+        """Return how many sequences of `length` tokens fit: 512, halved until they do. With `keeps`, as many again are kept.
 
         Only powers of two, so that a restart computes the same bits.
         """
@@ -179,6 +201,8 @@ class BuiltinGenerator(LocalGenerator[SlotSequence]):
         device = self._model.device
         processes = self._layout.local_world if device.type == "cpu" else 1
         room = _SHARE_OF_FREE_MEMORY * free_memory(device) / processes
+        room += self._turns.nbytes if self._turns else 0
+        length *= 2 if keeps else 1
         slots = MOST_SLOTS
         while slots > 1 and slots * (length * per_token + fixed) > room:
             slots //= 2
@@ -195,7 +219,9 @@ class Decoding:
         sampling: Sampling,
         stop_rule: StopRule,
         slots: int,
+        turns: KeptTurns | None = None,
     ) -> None:
+        self._turns = turns
         self._model = model
         self._sampling = sampling
         self._stop_rule = stop_rule
@@ -230,16 +256,24 @@ class Decoding:
 
     def _refill(self) -> int:
         """Fill free slots and close gaps; return the number running."""
-        while self._waiting and (free := [i for i, slot in enumerate(self._slots) if _free(slot)]):
+        self._clear()
+        while self._waiting and None in self._slots:
+            free = [row for row, slot in enumerate(self._slots) if slot is None]
             rows = free[: len(self._waiting)]
             self._start(rows, [self._waiting.popleft() for _ in rows])
-        self._slots = [None if _free(slot) else slot for slot in self._slots]
+            self._clear()
         running = sum(slot is not None for slot in self._slots)
         gaps = [row for row, slot in enumerate(self._slots[:running]) if slot is None]
         if gaps:
             late = [row for row in range(running, len(self._slots)) if self._slots[row] is not None]
             self._move(late, gaps)
         return running
+
+    def _clear(self) -> None:
+        """Free the slots of completions that have ended."""
+        if self._turns is not None:
+            self._turns.keep(self._slots, self._cache, self._version())
+        self._slots = [None if slot is None or slot.reason else slot for slot in self._slots]
 
     def _move(self, sources: list[int], targets: list[int]) -> None:
         for source, target in zip(sources, targets, strict=True):
@@ -297,12 +331,20 @@ class Decoding:
                 break
             prompts.append(self._unread.popleft())
             room -= len(prompts[-1].token_ids)
-        lengths = [len(prompt.token_ids) for prompt in prompts]
         device = self._model.device
-        cache = PromptCache(lengths, device, self._prompts_read)
+        lengths = [len(prompt.token_ids) for prompt in prompts]
+        place = (lengths, device, self._prompts_read)
+        cache: PromptCache | None = None
+        if self._turns is not None:
+            cache = self._turns.continued(prompts, self._version(), *place)
+        cache = cache or PromptCache(*place)
         self._prompts_read += len(prompts)
-        tokens = np.concatenate([prompt.token_ids for prompt in prompts])
-        positions = torch.cat([torch.arange(length) for length in lengths])
+        unread = [
+            prompt.token_ids[known:] for prompt, known in zip(prompts, cache.known, strict=True)
+        ]
+        tokens = np.concatenate(unread)
+        spans = zip(cache.known, cache.lengths, strict=True)
+        positions = torch.cat([torch.arange(known, length) for known, length in spans])
         routing = self._routing()
         hidden = self._model.forward(
             to_device(torch.from_numpy(tokens.astype(np.int64)), device),
@@ -310,10 +352,10 @@ class Decoding:
             cache,
             routing,
         )
-        ends = np.cumsum(lengths)
+        ends = np.cumsum([len(part) for part in unread])
         experts = np.split(routing.record().cpu().numpy(), ends[:-1]) if routing else ()
         last = to_device(torch.from_numpy(ends - 1), device)
-        chunk = _Chunk(cache, hidden[last], experts, self._version())
+        chunk = _Chunk(cache, hidden[last], cache.with_known(experts), self._version())
         for index, prompt in enumerate(prompts):
             prompt.chunk = chunk
             prompt.index = index
@@ -386,10 +428,6 @@ class Decoding:
     def _index(self, rows: Sequence[int]) -> Tensor:
         # Copied without blocking: a tensor made on the device would wait for everything queued there.
         return to_device(torch.tensor(rows), self._model.device)
-
-
-def _free(slot: SlotSequence | None) -> bool:
-    return slot is None or slot.reason is not None
 
 
 def _cache_class(device: torch.device) -> Callable[[int, int, int], SlotCache]:

@@ -15,7 +15,7 @@ from transformers.cache_utils import Cache, LinearAttentionLayer
 
 from burnish.errors import IncompatibleError
 from burnish.models.kernels.attention import Heads, Mixer, PackedAttention, PackedLayout, Softmax
-from burnish.records import to_device
+from burnish.records import Experts, to_device
 
 _GRAIN = 128
 """Rows grow by at least this many tokens."""
@@ -33,6 +33,8 @@ class PromptCache:
     def __init__(self, lengths: Sequence[int], device: torch.device, first: int = 0) -> None:
         """Take the prompts' lengths, and the first one's number among all."""
         self.lengths = tuple(lengths)
+        self.known = (0,) * len(lengths)
+        """How many of each prompt's tokens were read before."""
         self.first = first
         self.layers: dict[int, tuple[Tensor, Tensor]] = {}
         """Keys and values of each layer, each [kv_heads, T, head_dim]."""
@@ -70,6 +72,10 @@ class PromptCache:
         back = to_device(torch.tensor(order).argsort(), hidden.device)
         self.states[layer] = [torch.cat(part)[back] for part in zip(*parts, strict=True)]
         return output[None]
+
+    def with_known(self, experts: Sequence[Experts]) -> Sequence[Experts]:
+        """Put the experts of known tokens before those of the others."""
+        return experts
 
     def rows(self, prompts: Sequence[int]) -> Tensor:
         """Return packed positions [n, longest] of prompts; shorter ones repeat their last token."""
@@ -184,6 +190,13 @@ class SlotCache(RowStore):
                 ]
             for stored, state in zip(self.states[layer], parts, strict=True):
                 stored.index_copy_(0, rows, state.index_select(0, prompt_rows))
+
+    def copied(self, row: int, length: int) -> dict[int, tuple[Tensor, ...]]:
+        """Return keys and values of a row's first tokens by layer, each [kv_heads, length, head_dim]."""
+        return {
+            layer: tuple(part[row, :, :length].clone() for part in pair)
+            for layer, pair in self.layers.items()
+        }
 
     def step(self, positions: Tensor, span: int) -> PackedAttention:
         """Begin a step of the first n rows, with tokens at `positions` [n] below `span`; other rows have ended."""

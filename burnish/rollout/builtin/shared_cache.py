@@ -58,6 +58,19 @@ class SharedCache(SlotCache):
             self._prompt_of[target] = self._prompt_of[source]
         self._groups = None
 
+    def copied(self, row: int, length: int) -> dict[int, tuple[Tensor, ...]]:
+        """See `SlotCache.copied`."""
+        prompt = int(self._lengths[row])
+        own = super().copied(row, length - prompt)
+        place = self._stored.index(self._prompt_of[row] or 0)
+        return {
+            layer: tuple(
+                torch.cat((shared[place, :, :prompt], part), dim=1)
+                for shared, part in zip(self._prompts.layers[layer], parts, strict=True)
+            )
+            for layer, parts in own.items()
+        }
+
     def step(self, positions: Tensor, span: int) -> PackedAttention:
         """See `SlotCache.step`. Positions and span count from the end of the prompt."""
         running = len(positions)
