@@ -230,7 +230,7 @@ def _name(row: Row) -> str:
 def _shown(row: Row) -> Row:
     """Return a row as the server gives it. Long texts are shortened, and then have no tokens."""
     texts = {name: row[name] for name in ("prompt", "completion", "answer") if row.get(name)}
-    short = {name: _shortened(text) for name, text in texts.items()}
+    short: Row = {name: _shortened(text) for name, text in texts.items()}
     tokens = row.get("tokens") if len(row["completion"]) <= _TEXT_LIMIT else None
     if isinstance(row.get("conversation"), list):
         short["conversation"] = [*map(_shortened_message, row["conversation"][:_MESSAGES])]
@@ -242,9 +242,9 @@ def _shortened_message(message: Any) -> Any:
     if not isinstance(message, dict):
         return None
     content = message.get("content")
-    short = {"content": _shortened(content if isinstance(content, str) else json.dumps(content))}
-    calls = {"calls": []} if len(json.dumps(message.get("calls"))) > _TEXT_LIMIT else {}
-    return message | short | calls
+    text = content if isinstance(content, str) else json.dumps(content)
+    is_long = len(json.dumps(message.get("calls"))) > _TEXT_LIMIT
+    return message | {"content": _shortened(text)} | ({"calls": []} if is_long else {})
 
 
 def _shortened(text: str) -> str:

@@ -66,7 +66,7 @@ export function metricTitle(name) {
 export const measureTitle = (measure) => MEASURES[measure] ?? plain(measure).replace(/^reward parts › /, "reward of ").replace(/^environment › /, "");
 
 // A metric's name within a chart of several.
-export const lineName = (name) => (name === "perf/max_memory_gb" ? "all" : name.replace(/^(perf\/max_memory_gb|[^/]+)\//, ""));
+export const lineName = (name) => (name === "perf/max_memory_gb" ? "all" : name.replace(/^(perf\/max_memory_gb|[^/]+)\/(ended_)?/, ""));
 
 // Whether two curves are the same number, up to rounding.
 function repeats(a, b) {
@@ -106,6 +106,7 @@ export function arranged(names, several) {
   const validation = firsts.map((first, i) => [i ? `Validation, from ${first.slice(4)}` : "Validation", ...shares.slice(i * MOST_LINES, (i + 1) * MOST_LINES)]);
   const starting = (start) => names.filter((name) => name.startsWith(start)), spans = starting("timing_s/").filter((name) => name.split("/").length === 2 && name !== "timing_s/step");
   const learning = take([["Reward", "reward/mean"], ...validation, ["Parts of the reward", ...starting("reward/parts/")], ...held.map((name) => [metricTitle(name), name]), ...LEARNING]);
+  const talks = take([["How conversations end, share", ...starting("environment/ended_")], ...starting("environment/").map((name) => [metricTitle(name), name])]);
   const speed = take([...SPEED, ["Step, seconds", "timing_s/step", ...spans], ["Peak memory, GB", ...starting("perf/max_memory_gb").sort((a, b) => a.length - b.length)]]);
-  return [["Learning", learning], ["Speed", speed], ["More", [...left].map(alone)]];
+  return [["Learning", learning], ["Conversations", talks], ["Speed", speed], ["More", [...left].map(alone)]];
 }
