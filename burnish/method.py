@@ -16,7 +16,6 @@ from burnish.config.constraints import (
     refuse,
     setting_problems,
     settings_among,
-    validation_notices,
 )
 from burnish.config.schema import FormulaConfig, RunConfig
 from burnish.config.section import Section
@@ -144,8 +143,6 @@ class Method(ABC):
         """Yield remarks on a valid configuration, one line each."""
         if ignored := settings_among(config, self.unread):
             yield f"set, and not used by burnish {self.name}: {ignored}"
-        if self.trains:
-            yield from validation_notices(config)
 
     def facts(self, config: RunConfig) -> Iterator[tuple[str, str]]:
         """Yield rows for the summary of a run: the size of a step, the formula."""

@@ -708,14 +708,6 @@ def settings_among(config: RunConfig, settings: Sequence[str]) -> str:
     return ", ".join(name for name in settings if _given(config, name))
 
 
-def validation_notices(config: RunConfig) -> Iterator[str]:
-    """Yield a remark if held-out data are given and hardly ever measured."""
-    evaluation = config.evaluation
-    if config.data.validation and not evaluation.every:
-        when = "before the first step only" if evaluation.before else "never"
-        yield f"data.validation is measured {when}; evaluation.every=N does it every N steps and after the last"
-
-
 def formula_notices(config: RunConfig) -> Iterator[str]:
     """Yield remarks on a valid formula of reinforcement learning."""
     algorithm = config.algorithm

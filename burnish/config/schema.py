@@ -650,7 +650,7 @@ class EvaluationConfig(SamplingConfig):
     """Validation on held-out data. It reads the weights and never changes them."""
 
     every: Annotated[int, Field(ge=0)] | Epochs = 0
-    """Steps between validations, or a part of an epoch: 1 epoch, 1/4 epoch. The last step is always validated. 0: none after the first step."""
+    """Steps between validations, or a part of an epoch: 1 epoch, 1/4 epoch. The last step is always validated. 0: no other."""
     before: bool = True
     """Validate before the first step, if there are held-out data."""
     n: int = Field(1, ge=1)

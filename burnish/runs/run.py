@@ -221,9 +221,9 @@ class Run:
         self._finite_loss = all(math.isfinite(v) for n, v in values.items() if n.endswith("/loss"))
         if self._is_due(self._config.distributed.check_replicas_every):
             self._saver.check_replicas(self.state.step)
-        validates = self._is_due(self._config.evaluation.every)
-        saves = self._save_is_due(validated=validates)
         is_last = self.state.step == self._total_steps
+        validates = is_last or self._is_due(self._config.evaluation.every)
+        saves = self._save_is_due(validated=validates)
         self._record(values, validate=validates, save=saves or is_last)
         if saves:
             self._after_save()

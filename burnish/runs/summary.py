@@ -85,7 +85,7 @@ def summary(
             count, about = (data.max_rows, "") if count > data.max_rows else (count, about)
         rows.append(("train on", text))
         count -= part_of(data.held_out, count) if data.held_out else 0
-    if config.evaluation.every or not method.trains:
+    if data.validation or data.held_out or not method.trains:
         text = f"{data.held_out} of the rows of data.train" if data.held_out else ""
         rows.append(("validate on", text or _data(data.validation, "data.validation")[0]))
     rows += method.facts(config)

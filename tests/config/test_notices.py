@@ -24,16 +24,6 @@ def test_nothing_is_said_of_what_is_as_usual() -> None:
     assert said(GSPO, *PAPER) == []
 
 
-def test_held_out_data_that_are_hardly_looked_at() -> None:
-    data = "data.validation=[x.jsonl]"
-    (line,) = said(data)
-    assert "data.validation" in line
-    (line,) = said(data, "evaluation.before=false")
-    assert "data.validation" in line
-    assert said(data, "evaluation.every=5") == []
-    assert list(METHODS["eval"].notices(read_config(None, [data]))) == []
-
-
 @pytest.mark.parametrize("aggregation", ["token_mean", "sequence_sum_fixed"])
 def test_gspo_with_another_aggregation_than_its_own(aggregation: str) -> None:
     (line,) = said(GSPO, *PAPER, f"algorithm.aggregation={aggregation}")
