@@ -1,4 +1,7 @@
-"""Keep rows that Python gives in the cache, so that every start and process finds them: lists of rows, and data sets of `datasets`."""
+"""Keep rows that Python gives in the cache, so that every start and process finds them.
+
+They are a list of rows, lists by column, a table of pandas, polars or Arrow, or a data set of `datasets`.
+"""
 
 from __future__ import annotations
 
@@ -13,19 +16,31 @@ from typing import Any
 
 import xxhash
 
+from burnish.config.schema import DataConfig
 from burnish.data.splits import usual_split
 from burnish.errors import UsageError
 from burnish.files.cache import cache_root
 
 _BATCH = 1_000
+_TABLES = (
+    ("pandas", "DataFrame", ("to_dict", "records")),
+    ("polars", "DataFrame", ("to_dicts",)),
+    ("pyarrow", "Table", ("to_pylist",)),
+)
+"""By library, its table, and the method that returns rows, with its arguments."""
 
 
 def stored(value: Any, setting: str) -> Any:
-    """Return the path of a file with a list's rows, or of a folder with a `Dataset`; other values as they are.
+    """Return the path of a file with the rows of a list or table, or of a folder with a `Dataset`; other values as they are.
 
     A `DatasetDict` stands for its split that suits `setting`. Raises `MissingError` without the split, and `UsageError` for rows that are
     not JSON, and for data that can be read only once.
     """
+    if isinstance(value, Mapping):
+        return _stored_rows(_rows_of_columns(value, setting), setting)
+    table = _rows_of_table(value)
+    if table is not None:
+        return _stored_rows(table, setting)
     if isinstance(value, list | tuple):
         if value and all(isinstance(row, Mapping) for row in value):
             return _stored_rows(value, setting)
@@ -44,6 +59,32 @@ def stored(value: Any, setting: str) -> Any:
     return _stored_data_set(value) if isinstance(value, datasets.Dataset) else value
 
 
+def _rows_of_columns(columns: Mapping[str, Any], setting: str) -> Sequence[Mapping[str, Any]]:
+    lengths = {name: len(values) for name, values in columns.items() if _is_list(values)}
+    if len(lengths) < len(columns) or len(set(lengths.values())) != 1:
+        raise UsageError(
+            f"{setting} is a mapping, and no table",
+            have=", ".join(f"{name}: {lengths.get(name, 'no list')}" for name in columns),
+            want="lists of the same length, by column",
+            do="correct the columns, or give a list with one mapping for each row",
+        )
+    return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, list | tuple)
+
+
+def _rows_of_table(value: Any) -> Sequence[Mapping[str, Any]] | None:
+    """Return the rows of a table of a library that is loaded; without it, no value is such a table."""
+    for module, name, method in _TABLES:
+        loaded = sys.modules.get(module)
+        if loaded is not None and isinstance(value, getattr(loaded, name)):
+            rows: Sequence[Mapping[str, Any]] = getattr(value, method[0])(*method[1:])
+            return rows
+    return None
+
+
 def _stored_rows(rows: Sequence[Mapping[str, Any]], setting: str) -> str:
     try:
         lines = [json.dumps(row, allow_nan=False) for row in rows]
@@ -54,7 +95,7 @@ def _stored_rows(rows: Sequence[Mapping[str, Any]], setting: str) -> str:
             do="convert such values first",
         ) from error
     text = "".join(f"{line}\n" for line in lines).encode()
-    path = _root() / f"{xxhash.xxh3_128_hexdigest(text)}.jsonl"
+    path = _root() / f"rows-from-python-{xxhash.xxh3_128_hexdigest(text)}.jsonl"
     if not path.exists():
         folder = Path(mkdtemp(dir=path.parent))
         (folder / path.name).write_bytes(text)
@@ -94,13 +135,22 @@ def with_stored(settings: Mapping[str, Any]) -> dict[str, Any]:
         if name in with_paths:
             with_paths[name] = stored(with_paths[name], name)
     data = with_paths.get("data")
-    if isinstance(data, Mapping):
+    if isinstance(data, Mapping) and not _is_table(data):
         names = ("train", "validation")
         kept = {name: stored(data[name], f"data.{name}") for name in names if name in data}
         with_paths["data"] = {**data, **kept}
     elif data is not None:
         with_paths["data"] = {"train": stored(data, "data.train")}
     return with_paths
+
+
+def _is_table(data: Mapping[str, Any]) -> bool:
+    """Whether a mapping has columns rather than the section's settings."""
+    return (
+        bool(data)
+        and not data.keys() & DataConfig.model_fields
+        and all(map(_is_list, data.values()))
+    )
 
 
 def _digest(rows: Any) -> str:

@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+import pandas
+import pyarrow as pa
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -40,7 +42,8 @@ def test_rows_come_back_as_they_are(rows: list[dict[str, Any]]) -> None:
 def test_a_list_of_rows_may_stand_alone_or_in_its_section() -> None:
     rows = [{"prompt": "1+1=", "answer": "2"}, {"prompt": "1+2=", "answer": "3"}]
     table = datasets.Dataset.from_list(rows)
-    for given_rows in (rows, table):
+    columns = {"prompt": ["1+1=", "1+2="], "answer": ["2", "3"]}
+    for given_rows in (rows, table, columns, pa.table(columns), pandas.DataFrame(columns)):
         (alone,) = load_config(data=given_rows).data.train
         both = load_config({"data": {"train": given_rows}}, **{"data.validation": rows[:1]}).data
         assert both.train == [alone]
@@ -60,3 +63,11 @@ def test_files_and_rows_may_be_mixed(tmp_path: Path) -> None:
 def test_what_json_cannot_hold_is_refused(value: Any) -> None:
     with pytest.raises(UsageError):
         stored([{"prompt": value}], "data.train")
+
+
+@pytest.mark.parametrize(
+    "columns", [{"prompt": ["a", "b"], "answer": ["c"]}, {"prompt": "a"}, {}], ids=str
+)
+def test_a_mapping_that_is_no_table_is_refused(columns: dict[str, Any]) -> None:
+    with pytest.raises(UsageError):
+        load_config({"data": {"train": columns}})
