@@ -215,9 +215,8 @@ def settings_of(name: str, **rollout: Any) -> RunConfig:
     fresh = {**FRESH, "initializer_range": 0.3}
     common = {**RL, "name": name, "model": {**RL["model"], "fresh": fresh}, "steps": 4}
     given = {**RL["rollout"], "check_every": 2, **rollout}
-    return RunConfig.model_validate(
-        {**common, "evaluation": {"before": False, "every": 0}, "rollout": given}
-    )
+    quiet = {"data": {**RL["data"], "validation": []}, "evaluation": {}}
+    return RunConfig.model_validate({**common, **quiet, "rollout": given})
 
 
 def test_a_run_stops_before_it_trains_on_what_a_stale_head_draws(

@@ -104,8 +104,8 @@ def test_a_batch_is_drawn_with_the_weights_of_so_many_steps_before(
         save_classifier(work / "judge")
     lag, settings = CASES[case]
     waiting = settings.get("critic", {}).get("warmup_steps", 0)
-    quiet = {"before": False, "every": 0}
-    common = {**RL, **settings, "evaluation": quiet}
+    quiet = {"data": {**RL["data"], "validation": []}, "evaluation": {}}
+    common = {**RL, **settings, **quiet}
     rollout = {**common["rollout"], "ahead": lag}
     run_method(
         METHODS["rl"], RunConfig.model_validate({**common, "name": case, "rollout": rollout})
