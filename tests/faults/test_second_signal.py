@@ -12,7 +12,7 @@ from support.runs.training_files import At, Command, done, make_files, outcome
 
 from burnish.tracking.rundir import RunDirectory
 
-EVERY = "evaluation.every=0"
+UNVALIDATED = ["data.validation=[]", "evaluation.every=0"]
 
 
 @pytest.fixture(scope="module")
@@ -23,7 +23,7 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def in_peace(work: Path) -> dict[str, Any]:
     """What an uninterrupted run of six steps comes to."""
-    return outcome(done(work, "sft", "sft.yaml", "name=peaceful", EVERY, "steps=6"))
+    return outcome(done(work, "sft", "sft.yaml", "name=peaceful", *UNVALIDATED, "steps=6"))
 
 
 @pytest.mark.parametrize(
@@ -42,7 +42,7 @@ def test_a_second_signal_during_the_last_save(
     place: str,
 ) -> None:
     name = f"{first.name}_{second.name}{place}"
-    argv = ["sft", "sft.yaml", f"name={name}", EVERY]
+    argv = ["sft", "sft.yaml", f"name={name}", *UNVALIDATED]
     run = done(work, *argv, "steps=2")
     again = Command(
         work, [*argv, "steps=5000"], at=At(f"burnish.checkpoint.save:{place}", 1, second)

@@ -14,7 +14,8 @@ from support.runs.training_files import RL, Command, rollouts
 QUICK = {**RL, "steps": 4, "evaluation": {"every": 2}}
 STILL: dict[str, Any] = {
     "optim": {"lr": 1e-30},
-    "evaluation": {"before": False, "every": 0},
+    "data": {**RL["data"], "validation": []},
+    "evaluation": {},
     "checkpoint": {"save_every": 1},
     "algorithm": {"mismatch_cap": 2.0},
 }
