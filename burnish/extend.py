@@ -228,7 +228,8 @@ POLICY_LOSSES: Registry = {
 """Functions of `algorithm.policy_loss`."""
 
 ENVIRONMENTS: Mapping[str, str] = {
-    "reasoning_gym": "burnish.environments.reasoning_gym:ReasoningGym"
+    "reasoning_gym": "burnish.environments.reasoning_gym:ReasoningGym",
+    "trl": "burnish.environments.trl:TrlEnvironment",
 }
 """Classes that adapt packages, by their settings in `rollout.environment`."""
 

@@ -17,8 +17,10 @@ class EnvironmentConfig(Section):
     """A class with the methods of `burnish.Environment`, as file.py:Class or module:Class. One object is one conversation. null: the model gives one answer to each prompt."""
     reasoning_gym: str | None = None
     """A data set of the package reasoning-gym, such as chain_sum, in place of `function` and `data.train`. It makes the prompts and scores the answers."""
+    trl: str | list[str] | None = None
+    """A class for TRL's `environment_factory`, or functions for its `tools`, or a list of both, as file.py:Name or module:Name."""
     kwargs: dict[str, Any] = {}
-    """Arguments of its constructor, by name. reasoning_gym: `size` and `seed` of the data set, and its own settings."""
+    """Arguments of its constructor, by name. Those of packages' environments are in the guide *Environments and tools*."""
     max_turns: int = Field(8, ge=1)
     """Maximum number of turns that the model takes. `rollout.max_response_length` limits all tokens after the prompt, those of the environment included."""
     max_calls: int = Field(32, ge=0)
@@ -35,7 +37,7 @@ class EnvironmentConfig(Section):
     """Processes that run environments, beside each training process. Each makes one call at a time, or all of a wave if they are coroutines."""
 
     @property
-    def named(self) -> dict[str, str]:
+    def named(self) -> dict[str, Any]:
         """The environment by the setting that names it, `function` or a package; empty without one."""
         values = {name: getattr(self, name) for name in ("function", *ENVIRONMENTS)}
         return {name: value for name, value in values.items() if value is not None}

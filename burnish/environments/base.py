@@ -57,6 +57,8 @@ class Observation:
     """Whether the conversation has ended."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Further numbers by name, which are reported and not added."""
+    replaces_prompt: bool = False
+    """Whether the messages stand in place of the row's prompt. Only what `begin` returns may say so."""
 
 
 class EnvironmentFailure(Exception):
@@ -82,14 +84,14 @@ class Environment:
         return None
 
     @classmethod
-    def schemas(cls) -> Iterable[Mapping[str, Any]] | None:
-        """Return the JSON schemas of the tools, if `call` runs tools that are not in `tools`. Parameters are as those of `rows`."""
+    def schemas(cls) -> Iterable[Mapping[str, Any] | Callable[..., Any]] | None:
+        """Return the tools, if `call` runs others than `tools`: JSON schemas, or functions. Parameters are as those of `rows`."""
         return None
 
-    def begin(self, row: Mapping[str, Any], seed: int) -> Sequence[Message]:
-        """Return messages that follow the row's prompt.
+    def begin(self, row: Mapping[str, Any], seed: int) -> Sequence[Message] | Observation:
+        """Return messages that follow the row's prompt, or an observation whose messages replace it.
 
-        `seed` is a function of the run's seed, the step, the prompt and the sample. All randomness must come from it.
+        The row's `prompt` is its messages. `seed` is a function of the run's seed, the step, the prompt and the sample. All randomness must come from it.
         """
         return ()
 
@@ -129,6 +131,10 @@ class Environment:
         except Exception as error:  # noqa: BLE001 - whatever a tool raises is told to the model
             return failed | {"content": f"Error: {type(error).__name__}: {error}"}
         return message | {"content": result if isinstance(result, str) else _as_json(result)}
+
+    def score(self) -> Mapping[str, float] | float:
+        """Return rewards of the conversation, once it has ended for whatever reason but a failure. They are added to those of its turns."""
+        return {}
 
     def close(self) -> None:
         """Free what the conversation holds."""

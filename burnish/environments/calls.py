@@ -26,13 +26,21 @@ class Step(NamedTuple):
     action: Action
 
 
+class Score(NamedTuple):
+    """Call an environment's `score`, once the conversation has ended."""
+
+    key: Key
+
+
 class Close(NamedTuple):
     """Close an environment. It has no answer."""
 
     key: Key
 
 
-Call = Begin | Step | Close
+Asked = Begin | Step | Score
+"""What has an answer."""
+Call = Asked | Close
 
 
 class Answered(NamedTuple):
@@ -56,3 +64,5 @@ class Described(NamedTuple):
     """JSON schemas of its tools."""
     rows: Sequence[Mapping[str, Any]] | None
     """The rows that it brings; None: it was not asked, or has none."""
+    scores: bool = False
+    """Whether its conversations have a `score`."""

@@ -22,7 +22,7 @@ from typing import Any, Literal, Self
 from burnish.config.environment import EnvironmentConfig
 from burnish.distributed.environment import environ_of_child, kill_descendants
 from burnish.environments.base import Action
-from burnish.environments.calls import Answered, Begin, Close, Described, Key, Step
+from burnish.environments.calls import Answered, Asked, Begin, Close, Described, Key, Score, Step
 from burnish.errors import BurnishError, UsageError
 
 _START_SECONDS = 120.0
@@ -42,7 +42,7 @@ class EnvironmentPool:
         """Import the class in a worker. Raises `UsageError` for one that is no environment."""
         self._config = config
         self._workers: dict[int, _Worker] = {}
-        self._history: dict[Key, list[tuple[Begin | Step, Answered]]] = {}
+        self._history: dict[Key, list[tuple[Asked, Answered]]] = {}
         """What each conversation has done, to repeat it in a fresh process."""
         try:
             worker = _Worker(config, "rows" if asks_rows else "tools")
@@ -63,6 +63,10 @@ class EnvironmentPool:
     ) -> dict[Key, Answered]:
         """Tell environments what the model said; return their answers."""
         return self._run([Step(key, action) for key, action in actions.items()], check)
+
+    def score(self, keys: Sequence[Key], check: Check = lambda: None) -> dict[Key, Answered]:
+        """Return the rewards of conversations that have ended; nothing if the class has none to give."""
+        return self._run([Score(key) for key in keys] if self.described.scores else [], check)
 
     def end(self, keys: Sequence[Key]) -> None:
         """Close environments."""
@@ -94,8 +98,8 @@ class EnvironmentPool:
             self._workers[place] = _Worker(self._config)
         return self._workers[place]
 
-    def _run(self, calls: Sequence[Begin | Step], check: Check) -> dict[Key, Answered]:
-        by_place = defaultdict[int, list[Begin | Step]](list)
+    def _run(self, calls: Sequence[Asked], check: Check) -> dict[Key, Answered]:
+        by_place = defaultdict[int, list[Asked]](list)
         for call in calls:
             by_place[self._place(call.key)].append(call)
         for place, own in by_place.items():
@@ -159,7 +163,7 @@ class EnvironmentPool:
             failures |= self._repeat(place)
         return failures
 
-    def _answer_of(self, place: int, call: Begin | Step) -> Answered:
+    def _answer_of(self, place: int, call: Asked) -> Answered:
         worker = self._worker(place)
         worker.ask([call])
         while True:
@@ -178,7 +182,7 @@ class _Worker:
     def __init__(self, config: EnvironmentConfig, asked: Literal["", "tools", "rows"] = "") -> None:
         """Start a process, and wait until it has imported the class and told what is asked. Raises `UsageError` if it cannot."""
         self._config = config
-        self.pending: dict[Key, Begin | Step] = {}
+        self.pending: dict[Key, Asked] = {}
         """Its calls without an answer, in order."""
         self.began = time.monotonic()
         self.connection: Connection[Any, Any]
@@ -213,7 +217,7 @@ class _Worker:
             )
         self.described: Described = described
 
-    def ask(self, calls: Sequence[Begin | Step]) -> None:
+    def ask(self, calls: Sequence[Asked]) -> None:
         """Send calls. Each has the time limit from the answer before it."""
         if calls:
             self.pending |= {call.key: call for call in calls}
@@ -224,7 +228,7 @@ class _Worker:
         with suppress(OSError):  # `receive` finds that the process has ended
             self.connection.send(message)
 
-    def receive(self, *, is_there: bool) -> tuple[Begin | Step, Answered] | None:
+    def receive(self, *, is_there: bool) -> tuple[Asked, Answered] | None:
         """Return a call and its answer if it is there, or None. Raises `TimeoutError`, or `EOFError` or `OSError` if the process died."""
         if is_there:
             answer: Answered = self.connection.recv()

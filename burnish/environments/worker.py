@@ -18,7 +18,7 @@ from typing import Any
 
 from burnish.distributed.parent_watch import exit_without
 from burnish.environments.base import Environment, Observation
-from burnish.environments.calls import Answered, Begin, Call, Close, Described, Key
+from burnish.environments.calls import Answered, Begin, Call, Close, Described, Key, Score
 from burnish.errors import BurnishError, UsageError
 from burnish.functions import failure, load_function
 
@@ -72,9 +72,10 @@ def description_of(make: Any, name: str, kwargs: Mapping[str, Any]) -> Described
             do="correct rollout.environment.kwargs",
         ) from error
     schemas = brought_by(make, "schemas", name, kwargs)
-    if schemas is None:
-        schemas = [schema_of(tool) for tool in getattr(make, "tools", ())]
-    return Described(schemas, None)
+    tools = getattr(make, "tools", ()) if schemas is None else schemas
+    schemas = [schema_of(tool) if callable(tool) else tool for tool in tools]
+    scores = getattr(make, "score", Environment.score) is not Environment.score
+    return Described(schemas, None, scores)
 
 
 def brought_by(
@@ -136,6 +137,8 @@ def serve(
             if isinstance(call, Begin):
                 environments[call.key] = make()
                 result = environments[call.key].begin(call.row, call.seed)
+            elif isinstance(call, Score):
+                result = environments[call.key].score()
             else:
                 result = environments[call.key].step(call.action)
         except MemoryError:
@@ -166,7 +169,8 @@ async def _awaited(key: Key, result: Any, began: float, send: Callable[[Answered
 
 def _answer(key: Key, result: Any, began: float) -> Answered:
     if not isinstance(result, Observation):
-        result = Observation(result or ())  # of `begin`
+        is_score = isinstance(result, Mapping | float | int)
+        result = Observation(rewards=result) if is_score else Observation(result or ())
     try:
         messages = [_plain(message) for message in result.messages]
         notes = [_note(message) for message in messages]
@@ -175,6 +179,7 @@ def _answer(key: Key, result: Any, began: float) -> Answered:
             _numbers(result.rewards),
             bool(result.done),
             _numbers(result.metrics),
+            bool(result.replaces_prompt),
         )
     except (TypeError, ValueError) as error:
         return _ended(key, None, f"an answer that is no burnish.Observation: {error}", began)

@@ -158,3 +158,22 @@ class Described(burnish.Environment):
     @classmethod
     def schemas(cls, tool: str):
         return [{"type": "function", "function": {"name": tool, "parameters": {}}}]
+
+
+class Scored(burnish.Environment):
+    """Asks in its own words, and rewards each conversation when it has ended."""
+
+    def begin(self, row, seed):
+        """Put other words in place of the row's."""
+        self.length = 0
+        asked = row["prompt"][-1]["content"].upper()
+        return burnish.Observation([{"role": "user", "content": asked}], replaces_prompt=True)
+
+    def step(self, action):
+        """Listen on."""
+        self.length += len(action.text)
+        return burnish.Observation([{"role": "user", "content": "Go on."}], rewards={"turn": 1.0})
+
+    async def score(self):
+        """Pay by the letter."""
+        return {"length": float(self.length)}

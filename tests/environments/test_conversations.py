@@ -237,3 +237,14 @@ def test_what_an_environment_says_first_counts_as_response():
     whole = len(rollout.prompt.token_ids) + len(rollout.completion.token_ids)
     asked = generate.requests[0].prompt.token_ids
     assert whole <= len(asked) + 80
+
+
+def test_an_environment_may_replace_the_prompt_and_rewards_any_end():
+    (rollout,), _, tokenizer, _ = play("Scored", [["ab", "cde"]], max_turns=2)
+    asked = [{"role": "user", "content": "WHAT IS 3 TIMES 4?"}]
+    whole = tokenizer.apply_chat_template(asked, add_generation_prompt=True)["input_ids"]
+    assert rollout.prompt.token_ids.tolist() == whole
+    assert rollout.end == "turns"
+    assert rollout.reward == 7
+    last = [message for message in rollout.conversation if message["role"] == "assistant"][-1]
+    assert last["rewards"] == {"turn": 1.0, "length": 5.0}

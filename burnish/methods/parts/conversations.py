@@ -122,6 +122,7 @@ class Conversations:
                     self._say(talks, requests, sampling, generate)
                 with self._spans("environment"):
                     self._hear(talks, sampling, check)
+                    self._score(talks, check)
                 going_on = [talk for talk in talks if talk.end is None]
                 self._pool.end([talk.key for talk in talks if talk.end is not None])
                 moved(len(talks) - len(going_on))
@@ -149,7 +150,7 @@ class Conversations:
             for sample in range(request.first_sample, request.first_sample + request.samples):
                 key = (request.prompt_key, sample)
                 seed = derive_seed(sampling.seed, "environment", greedy, sampling.step, *key)
-                tasks[key] = (prompt.columns, seed)
+                tasks[key] = ({**prompt.columns, "prompt": prompt.messages}, seed)
                 ids = prompt.token_ids.tolist()
                 talks.append(_Conversation(prompt, sample, key, ids, len(ids)))
         asked = time.time()
@@ -161,7 +162,8 @@ class Conversations:
                 self._fail(talk, answer)
             elif answer.observation.messages:
                 name = f"the conversation with prompt {talk.prompt.index}"
-                before = talk.prompt.messages or ()
+                replaces = answer.observation.replaces_prompt
+                before = () if replaces else talk.prompt.messages or ()
                 new = messages_of(list(answer.observation.messages), name)
                 talk.ids = self._bridge.first([*before, *new], name)
                 talk.opening = len(talk.ids)
@@ -218,6 +220,25 @@ class Conversations:
                 self._fail(talk, answer)
             else:
                 self._take_in(talk, actions[key], answer, sampling)
+
+    def _score(self, talks: Sequence[_Conversation], check: Callable[[], None]) -> None:
+        """Add the rewards that environments give at the end."""
+        ended = {talk.key: talk for talk in talks if talk.end not in (None, "failed")}
+        asked = time.time()
+        for key, answer in self._pool.score([*ended], check).items():
+            talk = ended[key]
+            _note(talk, answer, asked)
+            if answer.observation is None:
+                self._fail(talk, answer)
+                continue
+            rewards = _named(answer.observation.rewards)
+            _add(talk.rewards, rewards)
+            place = max(
+                (i for i, m in enumerate(talk.record) if m["role"] == "assistant"), default=None
+            )
+            if place is not None:
+                earlier = talk.record[place].get("rewards", {})
+                talk.record[place] = {**talk.record[place], "rewards": {**earlier, **rewards}}
 
     def _action(self, talk: _Conversation) -> Action:
         said = talk.parts[-1]
