@@ -310,12 +310,24 @@ def parse_rollout(line: bytes, place: str) -> Row:
 
 
 def sample_table(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return rows of samples with equal columns, for trackers that show tables."""
+    """Return rows of samples with equal columns, for trackers that show tables. A conversation is written as text."""
     names = list(dict.fromkeys(name for row in rows for name in row.get("reward_parts", ())))
     columns = ("step", "prompt", "completion", "answer", "reward", "advantage", "stop_reason")
-    return [
+    table = [
         {name: row.get(name) for name in columns}
         | {"reward": None if row["reward"] == "NaN" else row["reward"]}  # a column has one type
-        | {f"reward/{name}": row.get("reward_parts", {}).get(name) for name in names}
+        | {_column(name): row.get("reward_parts", {}).get(name) for name in names}
         for row in rows
     ]
+    if any(row.get("end") for row in rows):
+        from burnish.tracking.conversation_text import conversation_text
+
+        for shown, row in zip(table, rows, strict=True):
+            shown["end"] = row.get("end")
+            if shown["end"]:
+                shown["completion"] = conversation_text(row)
+    return table
+
+
+def _column(part: str) -> str:
+    return part if part.startswith("environment/") else f"reward/{part}"

@@ -12,6 +12,7 @@ import pytest
 
 from burnish.config.document import dump_yaml
 from burnish.config.schema import RunConfig
+from burnish.tracking.conversation_text import conversation_text
 from burnish.tracking.rundir import RUN, RunDirectory
 from burnish.tracking.trackers import BackgroundTracker, Tracker, load_tracker
 
@@ -117,6 +118,16 @@ ROWS = [
         "stop_reason": "stop",
     }
 ]
+TALK = {
+    **ROWS[0],
+    "end": "turns",
+    "conversation": [
+        {"role": "assistant", "content": "four | <script>\n", "rewards": {"called": 0.25},
+         "calls": [{"name": "add", "arguments": {"a": 2, "b": [2]}}]},
+        {"role": "tool", "name": "add", "content": "Error: \x1b[31mno\u202e", "is_error": True},
+    ],
+}  # fmt: skip
+"""The row of a conversation."""
 
 
 class ServiceContract(TrackerContract):
@@ -160,7 +171,7 @@ class ServiceContract(TrackerContract):
         step = tmp_path / "checkpoints" / "step-00000001"
         step.mkdir(parents=True)
         (step / "weights").write_text("x" * 1000)
-        tracker.tell("log_rollouts", 1, "step", ROWS)
+        tracker.tell("log_rollouts", 1, "step", [TALK])
         tracker.log(1, STEPS[1])
         tracker.tell("log_file", str(step), "checkpoint")
         tracker.tell("log_file", str(tmp_path / "report.html"), "report")
@@ -188,8 +199,8 @@ class ServiceContract(TrackerContract):
 
 
 def same_sample(found: dict[str, object]) -> bool:
-    row = ROWS[0]
-    wanted = {name: row[name] for name in ("prompt", "completion", "answer", "stop_reason")}
+    wanted = {name: TALK[name] for name in ("prompt", "answer", "stop_reason", "end")}
+    wanted["completion"] = conversation_text(TALK)
     numbers = {"step": 1, "reward": 0.5, "advantage": -1.0, "reward/exact": 0.5}
     assert {name: found[name] for name in wanted} == wanted
     assert {name: float(str(found[name])) for name in numbers} == numbers

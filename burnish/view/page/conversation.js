@@ -41,7 +41,10 @@ function timesOf(trace) {
     if (turn === undefined) continue;
     const of = times.get(turn) ?? times.set(turn, {tools: []}).get(turn);
     if (kind === "execute_tool") of.tools.push(seconds);
-    else of[kind === "environment" ? "environment" : "model"] = seconds;
+    else {
+      const who = kind === "environment" ? "environment" : "model";  // the environment may be asked again for the score
+      of[who] = (of[who] ?? 0) + seconds;
+    }
   }
   return times;
 }
