@@ -129,21 +129,30 @@ def _trl(rollouts: Sequence[Rollout]) -> dict[str, Any]:
     return columns | {
         "prompts": [rollout.prompt.messages or rollout.prompt.text for rollout in rollouts],
         "completions": [
-            [{"role": "assistant", "content": rollout.text}]
-            if rollout.prompt.messages
-            else rollout.text
-            for rollout in rollouts
+            _said(rollout) if rollout.prompt.messages else rollout.text for rollout in rollouts
         ],
         "completion_ids": [rollout.completion.token_ids.tolist() for rollout in rollouts],
     }
 
 
+def _said(rollout: Rollout) -> list[dict[str, Any]]:
+    """Return the messages after the prompt, with calls in OpenAI's form."""
+    messages = [{"role": "assistant", "content": rollout.text}] if not rollout.conversation else []
+    for said in rollout.conversation:
+        calls = [{"type": "function", "function": call} for call in said.get("calls", ())]
+        message = {"role": said["role"], "content": said["content"]}
+        if not said.get("unseen"):
+            messages.append(message | ({"tool_calls": calls} if calls else {}))
+    return messages
+
+
 def _verl(rollout: Rollout) -> dict[str, Any]:
-    """Pass `extra_info` from the column of that name, or all columns."""
+    """Pass the last turn of a conversation, and `extra_info` from the column of that name, or all columns."""
     columns = rollout.prompt.columns
+    turns = [each["content"] for each in rollout.conversation if each["role"] == "assistant"]
     return {
         "data_source": rollout.prompt.source,
-        "solution_str": rollout.text,
+        "solution_str": turns[-1] if turns else rollout.text,
         "ground_truth": rollout.prompt.answer,
         "extra_info": columns["extra_info"] if "extra_info" in columns else dict(columns),
     }

@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import math
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -35,6 +36,31 @@ def test_trl_gets_messages_where_the_prompt_was_messages(make_rollout) -> None:
     given = arguments(TRL, {}, [make_rollout("4", messages=messages)])
     assert given["prompts"] == [messages]
     assert given["completions"] == [[{"role": "assistant", "content": "4"}]]
+
+
+def test_functions_get_the_turns_of_a_conversation(make_rollout) -> None:
+    call = {"name": "add", "arguments": {"a": 1}}
+    asked = [{"role": "user", "content": "1+1?"}]
+    rollout = replace(
+        make_rollout("calls add 2 It is 2.", messages=asked),
+        conversation=(
+            {"role": "assistant", "content": "calls add", "calls": [call], "tokens": 3},
+            {"role": "tool", "content": "2", "is_error": False},
+            {"role": "assistant", "content": "It is 2.", "calls": []},
+            {"role": "user", "content": "Right.", "unseen": True},
+        ),
+    )
+    (said,) = arguments(TRL, {}, [rollout])["completions"]
+    assert said == [
+        {
+            "role": "assistant",
+            "content": "calls add",
+            "tool_calls": [{"type": "function", "function": call}],
+        },
+        {"role": "tool", "content": "2"},
+        {"role": "assistant", "content": "It is 2."},
+    ]
+    assert arguments(VERL, {}, [rollout])["solution_str"] == "It is 2."
 
 
 def test_verl_gets_one_rollout(make_rollout) -> None:
