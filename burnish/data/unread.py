@@ -165,11 +165,10 @@ class UnreadWords:
                     f"the column {column!r} is not read: its words in {name}, and perhaps in others, do not reach the model; "
                     "write them into the messages, or rename the column",
                 )
-        if tools and "tools" not in self.warnings and missing(list(_tool_words(tools)), text):
-            self.note(
-                "tools",
-                f"the chat template leaves out words of the row's 'tools' or 'functions' in {name}, and perhaps in others",
-            )
+        lost = None if "tools" in self.warnings else missing([*_tool_words(tools or [])], text)
+        if lost is not None:
+            what = f"the chat template leaves out words of the tools of {name}, and perhaps of others: {lost!r:.80}"
+            self.note("tools", what)
 
     def note(self, key: str, sentence: str) -> None:
         """Keep the first sentence of a key."""
