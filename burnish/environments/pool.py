@@ -51,6 +51,27 @@ class EnvironmentPool:
             self.close()
             raise
         self.described: Described = worker.described
+        if self.described.tools and (config.max_calls == 0 or config.max_turns == 1):
+            self.close()
+            raise UsageError(
+                "the model could never read what a tool answers",
+                have=f"{len(self.described.tools)} tools, and rollout.environment.max_turns={config.max_turns}, max_calls={config.max_calls}",
+                want="at least 2 turns and 1 call",
+                do="raise the limit, or use a class without tools",
+            )
+
+    def require_begin(self, row: Mapping[str, Any], name: str) -> None:
+        """Begin one conversation, and close it. Raises `UsageError` if that fails."""
+        key = (0, 0)
+        answer = self.begin({key: (row, 0)})[key]
+        self.end([key])
+        if answer.observation is None:
+            raise UsageError(
+                f"the environment cannot begin a conversation with {name}",
+                have=answer.error,
+                want="messages, or nothing",
+                do=f"correct `begin` or the constructor of {self._config.target}, or the row",
+            )
 
     def begin(
         self, tasks: Mapping[Key, tuple[Mapping[str, Any], int]], check: Check = lambda: None
@@ -198,15 +219,15 @@ class _Worker:
                 start_new_session=True,
             )
         self.send((config.target, config.arguments, asked, sys.argv, sys.path))
-        try:
-            described = self.connection.recv() if self.connection.poll(_START_SECONDS) else None
-        except (EOFError, OSError):
-            described = None
+        described = None
+        is_late = not self.connection.poll(_START_SECONDS)
+        if not is_late:
+            with suppress(EOFError, OSError):
+                described = self.connection.recv()
         if isinstance(described, BurnishError):
             self.end()
             raise described
         if described is None:
-            is_late = self._process.poll() is None
             have = f"still importing after {_START_SECONDS:g} s" if is_late else self.end_text()
             self.end()
             raise UsageError(

@@ -18,7 +18,17 @@ from typing import Any
 
 from burnish.distributed.parent_watch import exit_without
 from burnish.environments.base import Environment, Observation
-from burnish.environments.calls import Answered, Begin, Call, Close, Described, Key, Score
+from burnish.environments.calls import (
+    Answered,
+    Asked,
+    Begin,
+    Call,
+    Close,
+    Described,
+    Key,
+    Score,
+    Step,
+)
 from burnish.errors import BurnishError, UsageError
 from burnish.functions import failure, load_function
 
@@ -73,7 +83,20 @@ def description_of(make: Any, name: str, kwargs: Mapping[str, Any]) -> Described
         ) from error
     schemas = brought_by(make, "schemas", name, kwargs)
     tools = getattr(make, "tools", ()) if schemas is None else schemas
+    if not isinstance(tools, Sequence):
+        raise UsageError(
+            f"the tools of {name} are no list",
+            have=f"{tools!r:.200}",
+            want="a list of functions",
+            do="write tools = [...] into the class",
+        )
     schemas = [schema_of(tool) if callable(tool) else tool for tool in tools]
+    named = [schema.get("function", schema).get("name") for schema in schemas]
+    twice = [each for number, each in enumerate(named) if each in named[:number]]
+    if twice:
+        raise UsageError(
+            f"two tools of {name} have one name", have=twice[0], do="rename one of them"
+        )
     scores = getattr(make, "score", Environment.score) is not Environment.score
     return Described(schemas, None, scores)
 
@@ -147,9 +170,9 @@ def serve(
             send(_ended(call.key, None, failure(error), began))
             continue
         if inspect.isawaitable(result):
-            waiting.append(_awaited(call.key, result, began, send))
+            waiting.append(_awaited(call, result, began, send))
         else:
-            send(_answer(call.key, result, began))
+            send(_answer(call, result, began))
     if waiting:
         runner.run(_together(waiting))
 
@@ -158,20 +181,25 @@ async def _together(waiting: Sequence[Any]) -> None:
     await asyncio.gather(*waiting)
 
 
-async def _awaited(key: Key, result: Any, began: float, send: Callable[[Answered], None]) -> None:
+async def _awaited(
+    call: Asked, result: Any, began: float, send: Callable[[Answered], None]
+) -> None:
     try:
         value = await result
     except Exception as error:  # noqa: BLE001 - of a user's class
-        send(_ended(key, None, failure(error), began))
+        send(_ended(call.key, None, failure(error), began))
         return
-    send(_answer(key, value, began))
+    send(_answer(call, value, began))
 
 
-def _answer(key: Key, result: Any, began: float) -> Answered:
-    if not isinstance(result, Observation):
-        is_score = isinstance(result, Mapping | float | int)
-        result = Observation(rewards=result) if is_score else Observation(result or ())
+def _answer(call: Asked, result: Any, began: float) -> Answered:
+    key = call.key
     try:
+        if result is None and isinstance(call, Step):
+            raise TypeError("`step` returned None")
+        if not isinstance(result, Observation):
+            is_score = isinstance(result, Mapping | float | int)
+            result = Observation(rewards=result) if is_score else Observation(result or ())
         messages = [_plain(message) for message in result.messages]
         notes = [_note(message) for message in messages]
         observation = Observation(
@@ -199,6 +227,8 @@ def _ended(
 
 def _plain(message: Any) -> dict[str, Any]:
     """Return a message as JSON has it, with long texts cut. Raises `ValueError` or `TypeError` for anything else."""
+    if not isinstance(message, Mapping):
+        raise TypeError(f"a message that is {message!r:.200}")
     fields: dict[str, Any] = json.loads(json.dumps(dict(message), allow_nan=False))
     content = fields.get("content")
     if not isinstance(fields.get("role"), str) or not isinstance(content, str | list):

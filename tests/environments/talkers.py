@@ -81,6 +81,8 @@ class Counting(burnish.Environment):
             return burnish.Observation([{"role": "user", "content": "x" * (50 << 20)}])
         if action.text == "nonsense":
             return burnish.Observation([{"role": "user"}])
+        if action.text == "nothing":
+            return None
         if action.text == "nan":
             return burnish.Observation(rewards=float("nan"), done=True)
         return burnish.Observation(

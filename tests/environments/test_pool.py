@@ -80,7 +80,7 @@ def test_an_environment_that_does_not_repeat_is_not_gone_on_with():
         assert all(answer.error for answer in answers)
 
 
-@pytest.mark.parametrize("what", ["fail", "nonsense", "nan"])
+@pytest.mark.parametrize("what", ["fail", "nonsense", "nothing", "nan"])
 def test_what_is_no_answer_is_a_failure(counting, what):
     failed, other = say(counting, what, "b")
     assert failed.observation is None
