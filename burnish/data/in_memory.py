@@ -36,15 +36,15 @@ def stored(value: Any, setting: str) -> Any:
     A `DatasetDict` stands for its split that suits `setting`. Raises `MissingError` without the split, and `UsageError` for rows that are
     not JSON, and for data that can be read only once.
     """
-    if isinstance(value, Mapping):
-        return _stored_rows(_rows_of_columns(value, setting), setting)
-    table = _rows_of_table(value)
-    if table is not None:
-        return _stored_rows(table, setting)
     if isinstance(value, list | tuple):
         if value and all(isinstance(row, Mapping) for row in value):
             return _stored_rows(value, setting)
         return [stored(entry, setting) for entry in value]
+    table = _rows_of_table(value)
+    if table is not None:
+        return _stored_rows(table, setting)
+    if type(value) is dict:
+        return _stored_rows(_rows_of_columns(value, setting), setting)
     datasets = sys.modules.get("datasets")  # without it, no value is a data set
     if datasets is None:
         return value
