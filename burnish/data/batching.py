@@ -60,7 +60,7 @@ class Outlines(NamedTuple):
         return Outlines(lengths, starts, trained, prompts, self.columns)
 
 
-def make_batch(
+def make_batch(  # noqa: PLR0913
     examples: Sequence[Example] | Mapping[int, Example],
     layout: Layout,
     tokens_per_device: int,
@@ -69,12 +69,15 @@ def make_batch(
     *,
     outlines: Outlines | None = None,
     owners: Integers | None = None,
+    together: Sequence[int] | None = None,
 ) -> Batch:
     """Pack examples into micro-batches of at most `tokens_per_device` tokens; return this rank's.
 
     Every rank gets equally many micro-batches: as few as the budget allows, of about equal cost by
     `flops`. Neighbours with the same prompt stay together if the ranks stay balanced. A micro-batch
     without examples gets two untrained tokens. Tensors are on the CPU.
+
+    `together` divides the examples, in order, into as many neighbours as must share a micro-batch; by default none must.
 
     With `outlines` of all N examples, `examples` may hold some, by number. Then the `owners` [N] (-1: all
     ranks) send each example to the ranks that train on it. Collective then.
@@ -86,7 +89,7 @@ def make_batch(
     if not len(outlines.lengths):
         raise UsageError("a batch of no examples", want="at least one example")
     _check_lengths(outlines.lengths, tokens_per_device)
-    shares = _assign(outlines, layout.data_size, tokens_per_device, flops)
+    shares = _assign(outlines, layout.data_size, tokens_per_device, flops, together)
     own = shares.microbatches(layout.data_rank)
     # Counts of the whole step, known before its first micro-batch runs: a loss is a sum that is divided once, by them.
     # A mean per micro-batch or rank would weigh tokens by how the batch happens to be cut.
@@ -191,16 +194,27 @@ def _unpacked(
         yield number, Example(**dict(zip(parts, arrays, strict=True)))
 
 
-def _assign(outlines: Outlines, ranks: int, budget: int, flops: ModelFlops) -> Shares:
+def _assign(
+    outlines: Outlines,
+    ranks: int,
+    budget: int,
+    flops: ModelFlops,
+    together: Sequence[int] | None = None,
+) -> Shares:
     """Assign examples to ranks. Neighbours pay only once for a common prompt."""
     lengths = outlines.lengths
     # Samples of one prompt in one micro-batch compute it once. But a group that is too large is cut: a rank that gets one
     # group more than the others would hold them up by a whole group.
     fair = int(lengths.sum()) // (ranks * _UNITS_PER_RANK)
     follows = _follows(outlines.starts, outlines.prompts, lengths, min(fair, budget))
+    groups = (~follows).cumsum() - 1
+    if together is not None and max(together) > 1:
+        groups = np.repeat(np.arange(len(together)), together)
+        follows = _follows(outlines.starts, outlines.prompts, lengths, budget)
+        follows[1:] &= groups[1:] == groups[:-1]
     costs = flops.each(lengths)
     costs -= flops.per_token * (follows * outlines.starts)
-    return share_out(lengths, costs, ranks, budget, groups=(~follows).cumsum() - 1)
+    return share_out(lengths, costs, ranks, budget, groups=groups)
 
 
 def _follows(starts: Integers, prompts: Integers, lengths: Integers, limit: int) -> Mask:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from burnish.config.constraints import (
     batch_problems,
@@ -13,7 +13,7 @@ from burnish.config.constraints import (
     model_problems,
     training_problems,
 )
-from burnish.config.schema import RunConfig
+from burnish.config.schema import DataConfig, RunConfig
 from burnish.errors import BurnishError, count_text
 from burnish.method import Method
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 class OfflineMethod(Method):
-    """Train on `batch.examples` rows of `data.train` a step, each row one or several sequences.
+    """Train on `batch.examples` rows of `data.train` a step, each row one sequence or several that share a micro-batch.
 
     A step reads rows (`dataset`), completes the batch (`prepare`) and takes one optimizer step on `loss`.
     """
@@ -54,9 +54,7 @@ class OfflineMethod(Method):
         "evaluation.top_p",
         "evaluation.min_p",
     )
-    card = ("batch.examples",)
-    keeps_start = False
-    """Whether the model that training starts from is kept, frozen, beside the one that is trained."""
+    card: ClassVar[Sequence[str]] = ("batch.examples",)
 
     def problems(self, config: RunConfig) -> Iterator[BurnishError]:
         """See `Method.problems`."""
@@ -80,6 +78,17 @@ class OfflineMethod(Method):
 
     # A step.
 
+    def keeps_start(self, config: RunConfig) -> bool:
+        """Return whether the model that training starts from is kept, frozen, beside the one that is trained."""
+        return False
+
+    def prompt_of(self, rows: Any, config: DataConfig) -> Any:
+        """See `Method.prompt_of`."""
+        from burnish.data.columns import example_format, prompt_at
+
+        kind, columns = example_format(config, rows)
+        return prompt_at(rows[0], columns[0]) if kind == "pair" else None
+
     def dataset(
         self,
         foundation: Foundation,
@@ -90,7 +99,7 @@ class OfflineMethod(Method):
         progress: Progress | None = None,
         pool: Any = None,
     ) -> ItemSequence[Any]:
-        """See `Method.dataset`. Item i is an `Example`, or a tuple of examples that share an update."""
+        """See `Method.dataset`. Item i is an `Example`, or a tuple of examples that share a micro-batch, in this order."""
         from burnish.runs.setup import example_dataset
 
         return example_dataset(foundation, paths, setting, first, progress)

@@ -5,19 +5,16 @@ from __future__ import annotations
 import json
 import re
 import signal
-from collections.abc import Mapping
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
-from safetensors.torch import load_file
 from support.nightly import by_day
+from support.runs.preferences import PAIRS, SETTINGS, load_model, near, trained_by_torch
 from support.runs.same_runs import assert_same
 from support.runs.training_files import (
-    SFT,
     At,
     burnish,
     done,
@@ -27,8 +24,6 @@ from support.runs.training_files import (
     rollouts,
     write_rows,
 )
-from torch.nn.functional import log_softmax, logsigmoid
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import burnish as package
 from burnish.errors import UsageError
@@ -36,23 +31,8 @@ from burnish.method import Method
 from burnish.methods.table import load_method
 
 GUIDE = Path(__file__).parents[2] / "docs" / "guides" / "add-a-method.md"
-BETA, STEPS, MOST_LINES = 0.5, 4, 60
+MOST_LINES = 60
 RUN = ("run", "dpo.py:DPO", "dpo.yaml")
-SETTINGS: dict[str, Any] = {
-    **SFT,
-    "name": "run",
-    "steps": STEPS,
-    "data": {"train": ["pairs.jsonl"], "shuffle": False},
-    "batch": {"examples": 4, "tokens_per_device": 24},
-    "evaluation": {"every": 0},
-    "checkpoint": {"model_dtype": "fp32"},
-    "method": {"beta": BETA},
-}
-PAIRS = [
-    {"prompt": f"{a}+{b}=", "chosen": str(a + b), "rejected": str(a + b + 1) + "0" * (a % 3)}
-    for a in range(4)
-    for b in range(1, 5)
-]
 
 
 @pytest.fixture
@@ -68,50 +48,6 @@ def work(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def log_likelihood(
-    model: torch.nn.Module, tokenizer: Any, prompt: str, answer: str
-) -> torch.Tensor:
-    before, after = (tokenizer.encode(text, add_special_tokens=False) for text in (prompt, answer))
-    ids = torch.tensor([*before, *after, tokenizer.eos_token_id])
-    logprobs = log_softmax(model(ids[None]).logits[0, :-1].float(), dim=-1)
-    return logprobs.gather(1, ids[1:, None])[len(before) - 1 :].sum()
-
-
-def trained_by_torch(start: Path) -> tuple[dict[str, torch.Tensor], list[float]]:
-    """The weights and losses of the paper's formula, with torch's autograd and AdamW."""
-    model, frozen = (AutoModelForCausalLM.from_pretrained(start, dtype=torch.float32) for _ in "ab")
-    tokenizer = AutoTokenizer.from_pretrained(start)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.0)
-    losses = []
-    for step in range(STEPS):
-        loss = torch.zeros(())
-        for row in PAIRS[4 * step : 4 * step + 4]:
-            answers = [(row["prompt"], row[column]) for column in ("chosen", "rejected")]
-            with torch.no_grad():
-                before = [log_likelihood(frozen, tokenizer, *each) for each in answers]
-            now = [log_likelihood(model, tokenizer, *each) for each in answers]
-            margin = BETA * ((now[0] - before[0]) - (now[1] - before[1]))
-            loss = loss - logsigmoid(margin) / 4
-        loss.backward()  # type: ignore[no-untyped-call]
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(float(loss.detach()))
-    return dict(model.state_dict()), losses
-
-
-def load_model(run: Path, step: int = STEPS) -> dict[str, torch.Tensor]:
-    path = run / "checkpoints" / f"step-{step:08d}" / "model" / "model.safetensors"
-    return {name: tensor.float() for name, tensor in load_file(path).items()}
-
-
-def near(found: Mapping[str, Any], wanted: Mapping[str, Any], tolerance: float) -> None:
-    for name, tensor in found.items():
-        np.testing.assert_allclose(
-            tensor.numpy(), wanted[name].numpy(), atol=tolerance, err_msg=name
-        )
-
-
 def test_it_is_dpo_on_one_process_and_two(work: Path) -> None:
     start = done(
         work, "sft", "sft.yaml", "name=start", "steps=1", "optim.lr=0", "evaluation.every=0"
@@ -121,12 +57,12 @@ def test_it_is_dpo_on_one_process_and_two(work: Path) -> None:
     alone = done(work, *RUN, *begun)
     wanted, losses = trained_by_torch(Path(model))
     rows = metrics(alone)
-    np.testing.assert_allclose([row["train/dpo_loss"] for row in rows], losses, rtol=1e-5)
+    np.testing.assert_allclose([row["train/loss"] for row in rows], losses, rtol=1e-5)
     assert rows[0]["train/accuracy"] == 0.0  # no margin before the first step
     near(load_model(alone), wanted, 2e-5)
     both = done(work, *RUN, *begun, "name=both", world=2)
     near(load_model(both), load_model(alone), 2e-5)
-    assert (work / "runs/both/environment.json").read_text().count('"dpo"') == 1
+    assert (work / "runs/both/environment.json").read_text().count('"small-dpo"') == 1
 
 
 @pytest.mark.parametrize("world", by_day([1, 2], [1]))
@@ -144,7 +80,7 @@ def test_an_adapter_learns_with_it_turned_off_as_the_start(work: Path) -> None:
     start = done(work, "sft", "sft.yaml", "name=start", "steps=1", "evaluation.every=0")
     model = f"model.path={start}/checkpoints/step-00000001/model"
     run = done(work, *RUN, model, "model.fresh=null", "model.lora.rank=4")
-    losses = [row["train/dpo_loss"] for row in metrics(run)]
+    losses = [row["train/loss"] for row in metrics(run)]
     assert losses[0] == pytest.approx(np.log(2))  # the adapter begins as nothing
     assert losses[-1] != pytest.approx(losses[0])
 

@@ -14,7 +14,7 @@ from burnish.checkpoint.write_plan import MAIN
 from burnish.config.schema import RunConfig
 from burnish.data.batching import make_batch
 from burnish.data.loader import State
-from burnish.distributed.collectives import agree, gather_objects, reduce_stats
+from burnish.distributed.collectives import agree, reduce_stats
 from burnish.distributed.layout import Layout
 from burnish.engines.base import Engine
 from burnish.errors import BurnishError
@@ -50,29 +50,26 @@ class Models:
         """Add `ref_logprobs`, the log-probs of the start. Collective."""
         return batch.with_logprobs("ref_logprobs", self._start_outputs(batch))
 
-    def log_ratios(self, batch: Batch) -> dict[int, float]:
-        """Return each example's log π/π_start, summed over its trained tokens, by index in the step. Collective."""
-        policy = self.policy.forward(batch)
-        start = self._start_outputs(batch)
-        tokens = [
-            (one.logprobs - other.logprobs).double().cpu().numpy()
-            for one, other in zip(policy, start, strict=True)
-        ]
-        own = {index: float(each.sum()) for index, each in batch.by_example(tokens).items()}
-        shares = gather_objects(own, self.policy.layout)
-        return {index: ratio for share in shares for index, ratio in share.items()}
-
     def _start_outputs(self, batch: Batch) -> list[TokenOutputs]:
         if self.start is None:
             raise BurnishError(
-                "this method keeps no start", do="set keeps_start = True in its class"
+                "this method keeps no start", do="return True in its method keeps_start"
             )
         return self.start.forward(batch, adapter=self.start is not self.policy)
 
 
-def examples_of(rows: Sequence[Example | tuple[Example, ...]]) -> list[Example]:
-    """Return the examples of rows, in order."""
-    return list(chain.from_iterable(row if isinstance(row, tuple) else (row,) for row in rows))
+def batch_of(
+    rows: Sequence[Example | tuple[Example, ...]], models: Foundation, layout: Layout
+) -> Batch:
+    """Pack the examples of rows. Those of one row share a micro-batch."""
+    parts = [row if isinstance(row, tuple) else (row,) for row in rows]
+    return make_batch(
+        [*chain.from_iterable(parts)],
+        layout,
+        models.config.microbatch_tokens,
+        models.costs,
+        together=[len(each) for each in parts],
+    )
 
 
 def train(method: OfflineMethod, config: RunConfig, layout: Layout, device: torch.device) -> None:
@@ -97,7 +94,11 @@ def train(method: OfflineMethod, config: RunConfig, layout: Layout, device: torc
             learners = {MAIN: Learner(engine, foundation)}
             run = Run(session, learners, fingerprints, total, loader.epoch_steps(size))
             loader.state = run.state.cursor
-            start = load_start(foundation, engine, session.intact) if method.keeps_start else None
+            start = (
+                load_start(foundation, engine, session.intact)
+                if method.keeps_start(config)
+                else None
+            )
             models = Models(foundation, engine, start)
             validate: Validation | None = None
             if local.data.validation:
@@ -107,16 +108,12 @@ def train(method: OfflineMethod, config: RunConfig, layout: Layout, device: torc
                 validate = example_validation(method, models, check, session.progress)
             bar.advance()
         loss = method.loss(config)
-        costs = foundation.costs
         spans = session.spans
         streaming = config.data.streaming
 
         def make_next() -> tuple[Batch, State]:
             with agree(layout if streaming else Layout()):
-                rows = dataset.items(loader.take(size))
-                batch = make_batch(
-                    examples_of(rows), engine.layout, config.microbatch_tokens, costs
-                )
+                batch = batch_of(dataset.items(loader.take(size)), foundation, engine.layout)
             return batch, loader.state
 
         ahead = None

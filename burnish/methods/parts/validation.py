@@ -26,7 +26,6 @@ from burnish.checkpoint.steps import CommittedStep
 from burnish.checkpoint.write_plan import MODEL, RESIDUAL, set_of
 from burnish.config.document import dump_yaml
 from burnish.config.schema import EvaluationConfig, RunConfig
-from burnish.data.batching import make_batch
 from burnish.data.tasks import ItemSequence
 from burnish.distributed.collectives import agree, gather_objects, reduce_stats, same_on_all_ranks
 from burnish.distributed.device import device_name
@@ -36,7 +35,7 @@ from burnish.errors import StoppedError
 from burnish.methods.offline import OfflineMethod
 from burnish.methods.parts.generators import make_collector
 from burnish.methods.parts.judges import load_judge
-from burnish.methods.parts.offline_training import Models, examples_of
+from burnish.methods.parts.offline_training import Models, batch_of
 from burnish.methods.parts.rollouts import Collector, Judge, sampling
 from burnish.methods.sft import SFT
 from burnish.records import Batch, Prompt
@@ -180,14 +179,12 @@ def example_validation(
     )
     rows = _measured_rows(dataset, config.evaluation.prompts)
     size = config.batch.examples
-    budget = config.microbatch_tokens
 
     def validate() -> tuple[dict[str, float], None]:
         stats = Stats({})
         for start in range(0, len(rows), size):
             check()
-            examples = examples_of(dataset.items(rows[start : start + size]))
-            batch = make_batch(examples, layout, budget, foundation.flops)
+            batch = batch_of(dataset.items(rows[start : start + size]), foundation, layout)
             stats = stats.merge(method.measure(models, batch))
         values = reduce_stats(stats, layout, foundation.device).values_by_name()
         return {f"val/{name}": value for name, value in values.items()}, None
