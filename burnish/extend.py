@@ -227,6 +227,22 @@ POLICY_LOSSES: Registry = {
 }
 """Functions of `algorithm.policy_loss`."""
 
+PREFERENCE_LOSSES: Registry = {
+    name: f"burnish.algorithms.preferences:{name}"
+    for name in (
+        "sigmoid",
+        "ipo",
+        "hinge",
+        "simpo",
+        "orpo",
+        "apo_zero",
+        "apo_down",
+        "robust",
+        "nll",
+    )
+}
+"""Functions of `method.loss` of `burnish dpo`."""
+
 ENVIRONMENTS: Mapping[str, str] = {
     "reasoning_gym": "burnish.environments.reasoning_gym:ReasoningGym",
     "trl": "burnish.environments.trl:TrlEnvironment",

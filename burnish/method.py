@@ -17,7 +17,7 @@ from burnish.config.constraints import (
     setting_problems,
     settings_among,
 )
-from burnish.config.schema import FormulaConfig, RunConfig
+from burnish.config.schema import DataConfig, FormulaConfig, RunConfig
 from burnish.config.section import Section
 from burnish.errors import BurnishError, UsageError
 
@@ -173,6 +173,12 @@ class Method(ABC):
         yield from ()
 
     # The run.
+
+    def prompt_of(self, rows: Any, config: DataConfig) -> Any:
+        """Return the first row's prompt, None where it has none of its own. Raises an error for rows that the method cannot read."""
+        from burnish.data.columns import prompt_at, prompt_column
+
+        return prompt_at(rows[0], prompt_column(config, rows))
 
     @abstractmethod
     def dataset(

@@ -16,7 +16,6 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 from burnish.cli.plan import devices_of, fit
 from burnish.config.load import load_settings
 from burnish.config.schema import DataConfig
-from burnish.data.columns import example_format, prompt_at, prompt_column
 from burnish.data.sources import load_rows
 from burnish.launch.elastic import planner_of
 from burnish.method import Method
@@ -75,10 +74,7 @@ def first_look(method: Method, settings: Mapping[str, Any]) -> FirstLook:
 def _are_strings(method: Method, data: DataConfig) -> bool:
     """Return whether the first row's prompt is a string, to which no template applies by itself."""
     rows = load_rows(data.train)
-    if method.generates:
-        return isinstance(prompt_at(rows[0], prompt_column(data, rows)), str)
-    kind, columns = example_format(data, rows)
-    return kind == "pair" and isinstance(prompt_at(rows[0], columns[0]), str)
+    return isinstance(method.prompt_of(rows, data), str)
 
 
 def _rounded(length: int) -> int:

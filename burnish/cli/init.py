@@ -12,8 +12,9 @@ from typing import Any
 from burnish.cli.output import print_text
 from burnish.config.document import one_line
 from burnish.config.schema import DataConfig
-from burnish.data.columns import answer_column, example_format, is_data, prompt_column
+from burnish.data.columns import answer_column, is_data
 from burnish.method import Method
+from burnish.methods.dpo import DPO
 from burnish.methods.table import METHODS
 from burnish.runs.preflight import require_model
 
@@ -35,7 +36,7 @@ def init(args: Namespace) -> None:
     if args.model and Path(args.model).expanduser().exists():
         require_model(args.model, "MODEL")
     data = args.data or _DATA
-    files = {} if args.data else {_DATA: _sums()}
+    files = {} if args.data else {_DATA: _sums(method)}
     _write(files)
     is_here = os.path.exists(data) or is_data(data)
     rows = _rows(method, data) if is_here else None
@@ -94,11 +95,7 @@ def _rows(method: Method, data: str) -> Any:
     from burnish.data.sources import load_rows
 
     rows = load_rows([data])
-    usual = DataConfig()
-    if method.generates:
-        prompt_column(usual, rows)
-    else:
-        example_format(usual, rows)
+    method.prompt_of(rows, DataConfig())
     return rows
 
 
@@ -131,10 +128,15 @@ def _look(method: Method, text: str) -> Any:
     return first_look(method, settings)
 
 
-def _sums() -> str:
-    """Return rows for either method: a prompt, a completion to train on, and an answer to compare with."""
+def _sums(method: Method) -> str:
+    """Return rows for a method: a prompt, and a completion to train on with an answer to compare with, or two answers."""
     pairs = [(first, second) for first in range(8) for second in range(8)]
     rows = [
         {"prompt": f"{a}+{b}=", "completion": str(a + b), "answer": str(a + b)} for a, b in pairs
     ]
+    if method.name == DPO.name:
+        rows = [
+            {"prompt": f"{a}+{b}=", "chosen": str(a + b), "rejected": str(a + b + 1)}
+            for a, b in pairs
+        ]
     return "".join(f"{json.dumps(row)}\n" for row in rows)

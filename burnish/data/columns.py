@@ -74,10 +74,10 @@ def example_format(data: DataConfig, rows: Rows) -> tuple[_ExampleKind, tuple[st
             return kind, tuple(formats[kind].values())
     if not chosen and rows.has("chosen") and rows.has("rejected"):
         raise UsageError(
-            "data.train holds preferences, which no method here trains on yet",
+            "data.train holds preferences",
             have="columns " + ", ".join(rows.columns),
             want="messages, a prompt and its completion, or a text",
-            do="set data.completion_column=chosen to fine-tune on the chosen answers, or data.messages_column=chosen if those are whole chats",
+            do="start burnish dpo; or set data.completion_column=chosen to fine-tune on the chosen answers, or data.messages_column=chosen if those are whole chats",
         )
     if not chosen and not rows.has(prompt):
         settings = "data.messages_column, data.prompt_column or data.text_column"
@@ -85,6 +85,19 @@ def example_format(data: DataConfig, rows: Rows) -> tuple[_ExampleKind, tuple[st
     wanted = formats[chosen[0] if chosen else "pair"]
     setting, missing = next((key, name) for key, name in wanted.items() if not rows.has(name))
     raise rows.missing((missing,), f"data.{setting}_column")
+
+
+def preference_prompt_column(data: DataConfig, rows: Rows, sides: tuple[str, str]) -> str | None:
+    """Return the prompt column of preferences: the chosen one, else the first usual one; None if the answers are whole conversations.
+
+    Raises `MissingError` without the columns `sides` of the answers.
+    """
+    missing = [name for name in sides if not rows.has(name)]
+    if missing:
+        raise rows.missing(missing, "method.chosen_column and method.rejected_column")
+    if data.prompt_column and not rows.has(data.prompt_column):
+        raise rows.missing((data.prompt_column,), "data.prompt_column")
+    return data.prompt_column or _first(_PROMPT_COLUMNS, rows)
 
 
 def prompt_column(data: DataConfig, rows: Rows) -> str:

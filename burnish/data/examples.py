@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -17,13 +18,44 @@ from burnish.data.columns import (
 )
 from burnish.data.example_encoder import Encoded, ExampleEncoder, Text
 from burnish.data.sources import Rows
-from burnish.data.tasks import RowDataset
+from burnish.data.tasks import Item, RowDataset
 from burnish.distributed.layout import Layout
 from burnish.records import Example
 from burnish.tracking.progress import Progress
 
 
-class ExampleDataset(RowDataset[Example]):
+class AnswerRows(RowDataset[Item]):
+    """Rows with answers to train on."""
+
+    encoder = ExampleEncoder
+    _encoder: ExampleEncoder
+
+    def _completed(
+        self, row: Row, name: str, prompt: Any, completion: Any, column: str
+    ) -> Conversation | Text:
+        """Return a prompt, of the column `column`, and its completion, each text or messages."""
+        others = self._beside(row, targets=True)
+        strings = isinstance(prompt, str) and isinstance(completion, str)
+        if strings and self._data.string_prompts == "raw":
+            self._require_no_chat_settings(name)
+            return Text(completion, prompt, name, others)
+        before = self._messages(prompt, f"the prompt of {name}", "user")
+        after = self._messages(completion, f"the completion of {name}", "assistant")
+        before = self._opened(before, row)
+        # As in LLaMA-Factory, the answers in an Alpaca row's history are trained on.
+        is_alpaca = isinstance(prompt, list) and isinstance(row.get(column), str)
+        context = 0 if is_alpaca else len(before)
+        return Conversation(before + after, name, context, self._tools(row, name), others)
+
+    def _encoded(self, shaped: Sequence[Conversation | Text]) -> list[Encoded]:
+        chats = iter(
+            self._encoder.conversations([x for x in shaped if isinstance(x, Conversation)])
+        )
+        texts = iter(self._encoder.texts([x for x in shaped if isinstance(x, Text)]))
+        return [next(chats) if isinstance(x, Conversation) else next(texts) for x in shaped]
+
+
+class ExampleDataset(AnswerRows[Example]):
     """Examples for supervised fine-tuning: a `Sequence[Example]`.
 
     A row is a chat, trained on all assistant turns; a prompt and completion, each text or messages, trained on the completion;
@@ -32,9 +64,6 @@ class ExampleDataset(RowDataset[Example]):
 
     `data.overlong` decides on examples over `max_length` tokens. Those without trained tokens are dropped (`dropped_untrained`).
     """
-
-    encoder = ExampleEncoder
-    _encoder: ExampleEncoder
 
     def __init__(  # noqa: PLR0913
         self,
@@ -76,17 +105,7 @@ class ExampleDataset(RowDataset[Example]):
             messages = self._opened(messages, row)
             return Conversation(messages, name, tools=self._tools(row, name), beside=others)
         prompt, completion = (prompt_at(row, column) for column in self._columns)
-        strings = isinstance(prompt, str) and isinstance(completion, str)
-        if strings and self._data.string_prompts == "raw":
-            self._require_no_chat_settings(name)
-            return Text(completion, prompt, name, others)
-        before = self._messages(prompt, f"the prompt of {name}", "user")
-        after = self._messages(completion, f"the completion of {name}", "assistant")
-        before = self._opened(before, row)
-        # As in LLaMA-Factory, the answers in an Alpaca row's history are trained on.
-        is_alpaca = isinstance(prompt, list) and isinstance(row.get(self._columns[0]), str)
-        context = 0 if is_alpaca else len(before)
-        return Conversation(before + after, name, context, self._tools(row, name), others)
+        return self._completed(row, name, prompt, completion, self._columns[0])
 
     def _measure(self, indices: range, rows: list[Row]) -> list[tuple[int, bytes]]:
         return [
@@ -101,9 +120,4 @@ class ExampleDataset(RowDataset[Example]):
         return [Example(token_ids=ids, loss_mask=mask) for ids, mask in encoded]
 
     def _encode(self, indices: Sequence[int], rows: list[Row]) -> list[Encoded]:
-        shaped = [self._read(index, row) for index, row in zip(indices, rows, strict=True)]
-        chats = iter(
-            self._encoder.conversations([x for x in shaped if isinstance(x, Conversation)])
-        )
-        texts = iter(self._encoder.texts([x for x in shaped if isinstance(x, Text)]))
-        return [next(chats) if isinstance(x, Conversation) else next(texts) for x in shaped]
+        return self._encoded([self._read(i, row) for i, row in zip(indices, rows, strict=True)])

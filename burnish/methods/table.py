@@ -9,11 +9,14 @@ from burnish import extend
 from burnish.config.schema import RunConfig
 from burnish.errors import UsageError, refusing
 from burnish.method import Method
+from burnish.methods.dpo import DPO
 from burnish.methods.evaluation import Evaluation
 from burnish.methods.rl import RL
 from burnish.methods.sft import SFT
 
-METHODS: Mapping[str, Method] = {method.name: method for method in (SFT(), RL(), Evaluation())}
+METHODS: Mapping[str, Method] = {
+    method.name: method for method in (SFT(), DPO(), RL(), Evaluation())
+}
 """The built-in methods by name, in the order of the documents."""
 
 

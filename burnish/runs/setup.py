@@ -62,6 +62,7 @@ from burnish.tracking.progress import Progress
 
 if TYPE_CHECKING:
     from burnish.data.examples import ExampleDataset
+    from burnish.data.preferences import PreferenceDataset
     from burnish.data.streaming import Stream
 
 _MEGABYTE = 1_000_000
@@ -471,23 +472,63 @@ def example_dataset(
     progress: Progress | None = None,
 ) -> ExampleDataset:
     """Read the SFT examples in `paths`, or their `first` rows. Collective."""
-    data = foundation.config.data
-    budget = foundation.config.microbatch_tokens
-    rows = _rows(foundation, paths, setting, progress).first(first)
-    limits = {"data.max_length": min(data.max_length or budget, budget)}
-    limits |= rotary_limits(foundation.hf_config)
-    layout = foundation.layout
-    most = min(length_limits(foundation.hf_config).values(), default=0)
-    if setting == "data.train" and 0 < most < (data.max_length or 0) and layout.is_main:
-        _log.warning("data.max_length=%d is beyond the model's %d positions", data.max_length, most)
-    name = min(limits, key=limits.__getitem__)
-    tokenizer = foundation.tokenizer
-    ends = foundation.eos_token_ids
     from burnish.data.examples import ExampleDataset
 
+    rows = _rows(foundation, paths, setting, progress).first(first)
+    limit, name = _example_limit(foundation, setting)
     return ExampleDataset(
-        rows, tokenizer, data, limits[name], progress, layout, ends, strict=True, limit_name=name
+        rows,
+        foundation.tokenizer,
+        foundation.config.data,
+        limit,
+        progress,
+        foundation.layout,
+        foundation.eos_token_ids,
+        strict=True,
+        limit_name=name,
     )
+
+
+def preference_dataset(
+    foundation: Foundation,
+    paths: Sequence[str],
+    setting: str,
+    sides: tuple[str, str],
+    first: int | None = None,
+    progress: Progress | None = None,
+) -> PreferenceDataset:
+    """Read the pairs of answers in `paths`, or in their `first` rows. Collective. `sides`: see `PreferenceDataset`."""
+    from burnish.data.preferences import PreferenceDataset
+
+    rows = _rows(foundation, paths, setting, progress).first(first)
+    limit, name = _example_limit(foundation, setting, sharing=len(sides))
+    return PreferenceDataset(
+        rows,
+        foundation.tokenizer,
+        foundation.config.data,
+        sides,
+        limit,
+        progress,
+        foundation.layout,
+        foundation.eos_token_ids,
+        limit_name=name,
+    )
+
+
+def _example_limit(foundation: Foundation, setting: str, sharing: int = 1) -> tuple[int, str]:
+    """Return the longest example, in tokens, and what limits it. `sharing` examples have to fit into a micro-batch."""
+    data = foundation.config.data
+    budget = foundation.config.microbatch_tokens // sharing
+    limits = {"data.max_length": data.max_length or budget}
+    if sharing > 1 and budget < limits["data.max_length"]:
+        limits["batch.tokens_per_device, which two answers share"] = budget
+    limits["data.max_length"] = min(limits["data.max_length"], budget)
+    limits |= rotary_limits(foundation.hf_config)
+    most = min(length_limits(foundation.hf_config).values(), default=0)
+    if setting == "data.train" and 0 < most < (data.max_length or 0) and foundation.layout.is_main:
+        _log.warning("data.max_length=%d is beyond the model's %d positions", data.max_length, most)
+    name = min(limits, key=limits.__getitem__)
+    return limits[name], name
 
 
 def make_run_engine(

@@ -41,8 +41,8 @@ COMMANDS = [
     ("sft", 2, "CONFIG key=value init"),
     ("rl", 2, "CONFIG key=value init"),
     ("eval", 2, "CONFIG"),
-    ("init", 2, "sft|rl"),
-    ("init dpo", 2, "sft rl"),
+    ("init", 2, "sft|dpo|rl"),
+    ("init ppo", 2, "sft rl"),
     ("sft --version", 2, "--version"),
     # Without a configuration file.
     (f"config check {SFT}", 0, "sft"),

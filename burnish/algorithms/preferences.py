@@ -1,0 +1,165 @@
+"""Losses of preference optimization: of pairs of answers to one prompt, of which one was chosen.
+
+c and l are the chosen and the rejected answer of a pair. r(y) = log π(y) - log π₀(y) is an answer's log-ratio to the reference, summed
+over its tokens; with `length_normalized` it is the mean over them. |y| is the number of tokens. Each function returns a loss per pair, [P].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import logsigmoid, relu
+
+from burnish.algorithms.aggregation import loss_lengths
+from burnish.config.preferences import PreferenceSettings
+from burnish.extend import PREFERENCE_LOSSES
+from burnish.functions import load_function
+from burnish.records import MicroBatch, TokenOutputs
+from burnish.tracking.stats import Mean, Stats
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Side:
+    """One side of P pairs."""
+
+    logprobs: Tensor
+    """[P] fp32, log π of the answers."""
+    reference: Tensor
+    """[P] fp32, log π₀; 0 without a reference."""
+    lengths: Tensor
+    """[P] tokens that are trained on."""
+
+    @property
+    def means(self) -> Tensor:
+        """[P] log π per token."""
+        return self.logprobs / self.lengths
+
+    def rewards(self, settings: PreferenceSettings) -> Tensor:
+        """[P] the implicit rewards β r."""
+        ratios = self.logprobs - self.reference
+        return settings.beta * (ratios / self.lengths if settings.length_normalized else ratios)
+
+
+PairLoss = Callable[[Side, Side, PreferenceSettings], Tensor]
+"""Takes the chosen and the rejected answers; returns the losses, [P]."""
+
+
+def sigmoid(chosen: Side, rejected: Side, settings: PreferenceSettings) -> Tensor:
+    """-log σ(β (r_c - r_l)) (DPO, arXiv 2305.18290, equation 7), with label smoothing ε as in cDPO."""
+    return _smoothed(_margin(chosen, rejected, settings), settings)
+
+
+def ipo(chosen: Side, rejected: Side, settings: PreferenceSettings) -> Tensor:
+    """(r_c/|c| - r_l/|l| - 1/(2β))² (IPO, arXiv 2310.12036, equation 17, per token as its authors and TRL have it)."""
+    ratios = [(each.logprobs - each.reference) / each.lengths for each in (chosen, rejected)]
+    return (ratios[0] - ratios[1] - 1 / (2 * settings.beta)) ** 2
+
+
+def hinge(chosen: Side, rejected: Side, settings: PreferenceSettings) -> Tensor:
+    """max(0, 1 - β (r_c - r_l)) (SLiC, arXiv 2305.10425, as arXiv 2309.06657 normalizes it)."""
+    return relu(1 - _margin(chosen, rejected, settings))
+
+
+def simpo(chosen: Side, rejected: Side, settings: PreferenceSettings) -> Tensor:
+    """-log σ(β (log π(c)/|c| - log π(l)/|l|) - γ) (SimPO, arXiv 2405.14734, equation 6). It takes no reference."""
+    margin = settings.beta * (chosen.means - rejected.means)
+    return _smoothed(margin - settings.simpo_gamma, settings)
+
+
+def orpo(chosen: Side, rejected: Side, settings: PreferenceSettings) -> Tensor:
+    """-log σ(log odds(c) - log odds(l)), odds = p/(1-p), log p = log π/|y| (ORPO, arXiv 2403.07691, equation 7).
+
+    The paper's λ is its weight beside `nll`. It takes no reference.
+    """
+    odds = [
+        means - torch.log1p(-means.exp().clamp(max=1 - 1e-7))
+        for means in (chosen.means, rejected.means)
+    ]
+    return -logsigmoid(odds[0] - odds[1])
+
+
+def apo_zero(chosen: Side, rejected: Side, settings: PreferenceSettings) -> Tensor:
+    """1 - σ(β r_c) + σ(β r_l): chosen up, rejected down (APO, arXiv 2408.06266, equation 7)."""
+    rewards = [torch.sigmoid(each.rewards(settings)) for each in (chosen, rejected)]
+    return 1 - rewards[0] + rewards[1]
+
+
+def apo_down(chosen: Side, rejected: Side, settings: PreferenceSettings) -> Tensor:
+    """σ(β r_c) + 1 - σ(β (r_c - r_l)): both down, rejected more (APO, arXiv 2408.06266, equation 8)."""
+    margin = _margin(chosen, rejected, settings)
+    return torch.sigmoid(chosen.rewards(settings)) + 1 - torch.sigmoid(margin)
+
+
+def robust(chosen: Side, rejected: Side, settings: PreferenceSettings) -> Tensor:
+    """[-(1-ε) log σ(m) + ε log σ(-m)] / (1-2ε), m = β (r_c - r_l) (rDPO, arXiv 2403.00409, equation 11)."""
+    margin = _margin(chosen, rejected, settings)
+    noise = settings.label_smoothing
+    return (-(1 - noise) * logsigmoid(margin) + noise * logsigmoid(-margin)) / (1 - 2 * noise)
+
+
+def nll(chosen: Side, rejected: Side, settings: PreferenceSettings) -> Tensor:
+    """-log π(c)/|c|: supervised fine-tuning on the chosen answers, each of the same weight (RPO, arXiv 2404.19733)."""
+    return -chosen.means
+
+
+def _margin(chosen: Side, rejected: Side, settings: PreferenceSettings) -> Tensor:
+    """β (r_c - r_l), [P]."""
+    return chosen.rewards(settings) - rejected.rewards(settings)
+
+
+def _smoothed(margin: Tensor, settings: PreferenceSettings) -> Tensor:
+    noise = settings.label_smoothing
+    return -(1 - noise) * logsigmoid(margin) - noise * logsigmoid(-margin)
+
+
+def pair_loss(
+    settings: PreferenceSettings,
+) -> Callable[[TokenOutputs, MicroBatch], tuple[Tensor, Stats]]:
+    """Return the sum of `settings.loss`, each with its weight, over the pairs of the global batch.
+
+    In a micro-batch the sequences 2i and 2i + 1 are the chosen and the rejected answer of a pair. Statistics, besides each loss by its
+    name: `accuracy`, the share of pairs whose chosen answer has the higher implicit reward β r; `margin`, by how much;
+    `reward/chosen`, `reward/rejected`; and `logprob/chosen`, `logprob/rejected`, those of the whole answers.
+    """
+    losses = {name: load_function(name, "method.loss", PREFERENCE_LOSSES) for name in settings.loss}
+
+    def preference_loss(outputs: TokenOutputs, micro: MicroBatch) -> tuple[Tensor, Stats]:
+        chosen, rejected = _sides(outputs.logprobs, micro)
+        pairs = micro.num_sequences // 2
+        count = len(chosen.logprobs)
+        loss = torch.zeros((), device=outputs.logprobs.device)
+        stats = Stats({})
+        for name, weight in settings.loss.items():
+            own = losses[name](chosen, rejected, settings).sum()
+            loss = loss + weight * own / pairs
+            if len(settings.loss) > 1:
+                stats[f"{name.rpartition(':')[2]}_loss"] = Mean(own.detach(), count)
+        rewards = [side.rewards(settings).detach() for side in (chosen, rejected)]
+        margins = rewards[0] - rewards[1]
+        means = {"accuracy": (margins > 0).float(), "margin": margins}
+        for name, side, reward in zip(
+            ("chosen", "rejected"), (chosen, rejected), rewards, strict=True
+        ):
+            means[f"reward/{name}"] = reward
+            means[f"logprob/{name}"] = side.logprobs.detach()
+        stats |= {name: Mean(values.sum(), count) for name, values in means.items()}
+        return loss, stats
+
+    return preference_loss
+
+
+def _sides(logprobs: Tensor, micro: MicroBatch) -> tuple[Side, Side]:
+    """Return the chosen and the rejected answers of a micro-batch's pairs. Filler has none."""
+    lengths = loss_lengths(micro)
+    count = len(lengths) // 2
+    reference = torch.zeros_like(logprobs) if micro.ref_logprobs is None else micro.ref_logprobs
+    sums = []
+    for values in (logprobs, reference):
+        masked = torch.where(micro.loss_mask, values.float(), 0.0)
+        sums.append(torch.segment_reduce(masked, "sum", offsets=micro.cu_seqlens, unsafe=True))
+    columns = [each[: 2 * count].view(count, 2) for each in (*sums, lengths)]
+    chosen, rejected = (Side(*(each[:, side] for each in columns)) for side in (0, 1))
+    return chosen, rejected

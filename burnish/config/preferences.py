@@ -1,0 +1,30 @@
+"""Settings of preference optimization, which stand under `method` in a configuration of `burnish dpo`."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from burnish.config.section import Section
+
+
+class PreferenceSettings(Section):
+    """How pairs of answers are learned from."""
+
+    loss: dict[str, float] = {"sigmoid": 1.0}
+    """Weights of the losses to add, by name: sigmoid (DPO), ipo, hinge, simpo, orpo, apo_zero, apo_down, robust, nll (the chosen answer's log-likelihood), or file.py:function."""
+    beta: float = Field(0.1, gt=0)
+    """How much a preference weighs against staying near the reference. SimPO's is 2 to 2.5."""
+    length_normalized: bool = False
+    """Divide each answer's log-ratio by its tokens, so that long answers weigh no more (arXiv 2405.14734). beta is 5 to 10 then."""
+    label_smoothing: float = Field(0.0, ge=0, lt=0.5)
+    """The share of pairs whose sides are taken to be mixed up: sigmoid and simpo (cDPO), robust."""
+    simpo_gamma: float = Field(0.5, ge=0)
+    """The margin that simpo wants."""
+    reference: Literal["initial", "none"] = "initial"
+    """The policy that the model stays near. initial: the model that training starts from; with a fresh adapter, the model without it. none: for losses that take none, such as simpo and orpo."""
+    chosen_column: str = "chosen"
+    """The column of the answers that were preferred."""
+    rejected_column: str = "rejected"
+    """The column of the others."""

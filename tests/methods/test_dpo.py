@@ -1,0 +1,125 @@
+"""`burnish dpo` against plain torch, on one process and several, interrupted, with adapters; and what is refused."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+
+import numpy as np
+import pytest
+from support.nightly import by_day
+from support.runs.preferences import PAIRS, SETTINGS, load_model, near, trained_by_torch
+from support.runs.same_runs import assert_same
+from support.runs.training_files import (
+    At,
+    burnish,
+    done,
+    make_files,
+    metrics,
+    ranks,
+    write_rows,
+)
+
+RUN = ("dpo", "dpo.yaml")
+LAYOUTS = {
+    "fsdp": [],
+    "tp": ["engine.tensor_parallel=2"],
+    "sp": ["engine.sequence_parallel=2"],
+    "hsdp": ["engine.replicas=2"],
+}
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    work = tmp_path_factory.mktemp("dpo")
+    make_files(work)
+    write_rows(work / "pairs.jsonl", PAIRS)
+    start = done(work, "sft", "sft.yaml", "name=start", "steps=1", "optim.lr=0")
+    model = {"path": f"{start}/checkpoints/step-00000001/model"}
+    (work / "dpo.yaml").write_text(json.dumps({**SETTINGS, "model": model}))
+    return work
+
+
+@pytest.fixture(scope="module")
+def alone(work: Path) -> Path:
+    return done(work, *RUN, "name=alone", "data.validation=[pairs.jsonl]")
+
+
+def test_it_is_the_papers_formula(work: Path, alone: Path) -> None:
+    wanted, losses = trained_by_torch(work / "runs/start/checkpoints/step-00000001/model")
+    rows = metrics(alone)
+    trained = [row for row in rows if "train/loss" in row]
+    np.testing.assert_allclose([row["train/loss"] for row in trained], losses, rtol=1e-5)
+    near(load_model(alone), wanted, 2e-5)
+    # Before the first step the model is its own reference.
+    assert rows[0]["val/loss"] == pytest.approx(np.log(2), rel=1e-6)
+    assert rows[0]["val/margin"] == rows[0]["val/accuracy"] == 0.0
+    assert rows[-1]["val/loss"] < rows[0]["val/loss"]
+    assert rows[-1]["val/accuracy"] > 0.5
+
+
+@pytest.mark.parametrize("layout", by_day(LAYOUTS, ["fsdp"]))
+def test_two_processes_do_what_one_does(work: Path, alone: Path, layout: str) -> None:
+    argv = [*RUN, f"name={layout}", "data.validation=[pairs.jsonl]", *LAYOUTS[layout]]
+    assert_same(done(work, *argv, world=2), alone)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_killed_run_goes_on_to_the_bit(work: Path, world: int) -> None:
+    argv = [*RUN, "checkpoint.save_every=1"]
+    whole = done(work, *argv, f"name=whole{world}", world=world)
+    at = At("burnish.methods.parts.offline_training:make_batch", 4, signal.SIGKILL)
+    commands = ranks(work, [*argv, f"name=killed{world}"], world, at=at)
+    assert all(command.wait() != 0 for command in commands)
+    assert_same(done(work, *argv, f"name=killed{world}", world=world), whole)
+
+
+def test_an_adapter_is_its_own_reference_when_it_is_off(work: Path) -> None:
+    run = done(work, *RUN, "name=adapter", "model.lora.rank=4", "steps=2")
+    losses = [row["train/loss"] for row in metrics(run)]
+    assert losses[0] == pytest.approx(np.log(2))
+    assert losses[1] != pytest.approx(losses[0])
+
+
+@pytest.mark.nightly
+def test_losses_may_be_added_and_ones_own(work: Path) -> None:
+    (work / "own.py").write_text(
+        "from torch.nn.functional import logsigmoid\n"
+        "def mine(chosen, rejected, settings):\n"
+        "    return -logsigmoid(chosen.rewards(settings) - rejected.rewards(settings))\n"
+    )
+    found = [
+        done(work, *RUN, f"name=added{number}", f"method.loss={loss}")
+        for number, loss in enumerate(
+            ("{sigmoid: 0.5, nll: 0.25}", "{'own.py:mine': 0.5, nll: 0.25}")
+        )
+    ]
+    near(load_model(found[1]), load_model(found[0]), 0.0)
+    row = metrics(found[0])[-1]
+    added = 0.5 * row["train/sigmoid_loss"] + 0.25 * row["train/nll_loss"]
+    assert row["train/loss"] == pytest.approx(added, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("argv", "facts"),
+    [
+        (["method.loss={sigmiod: 1}"], ["sigmiod", "sigmoid"]),
+        (["method.loss={}"], ["method.loss"]),
+        (["method.reference=none"], ["method.reference", "simpo"]),
+        (["method.beta=0"], ["method", "beta"]),
+        (["data.train=[train.jsonl]"], ["chosen"]),
+        (["data.train=[one-sided.jsonl]"], ["one-sided.jsonl", "rejected"]),
+    ],
+)
+def test_mistakes_end_before_anything_is_written(
+    work: Path, argv: list[str], facts: list[str]
+) -> None:
+    write_rows(work / "one-sided.jsonl", [*PAIRS[:2], {"prompt": "1+1=", "chosen": "2"}])
+    code, output = burnish(work, *RUN, "name=wrong", *argv, "--dry-run")
+    assert code in (2, 5), output
+    said = output.partition("error: ")[2]
+    assert [fact for fact in facts if fact not in said] == [], output
+    assert "Traceback" not in output
+    assert not (work / "runs/wrong").exists()
