@@ -249,8 +249,15 @@ ENVIRONMENTS: Mapping[str, str] = {
 }
 """Classes that adapt packages, by their settings in `rollout.environment`."""
 
-REWARDS: Registry = {
+COMPARISONS: Registry = {
     name: f"burnish.rewards.builtin:{name}"
     for name in ("exact_match", "numeric", "regex", "math_verify")
+}
+"""Functions of `reward.functions` that compare texts. A ground truth that is a list has several right answers."""
+
+REWARDS: Registry = {
+    **COMPARISONS,
+    "input_output": "burnish.sandbox.graders:input_output",
+    "unit_tests": "burnish.sandbox.graders:unit_tests",
 }
 """Functions of `reward.functions`."""

@@ -346,7 +346,7 @@ class RewardFunctionConfig(Section):
     """One reward function."""
 
     function: str
-    """`module:function`, `file.py:function`, or a built-in: exact_match, numeric, regex, math_verify."""
+    """`module:function`, `file.py:function`, or a built-in: exact_match, numeric, regex, math_verify, and for programs input_output and unit_tests."""
     weight: float = 1.0
     """Factor on its value in the sum."""
     kwargs: dict[str, Any] = {}

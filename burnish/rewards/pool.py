@@ -33,7 +33,7 @@ from burnish.config.credentials import with_environment
 from burnish.config.schema import RewardConfig
 from burnish.distributed.environment import environ_of_child, kill_descendants
 from burnish.errors import BurnishError, MissingError, UsageError
-from burnish.extend import REWARDS
+from burnish.extend import COMPARISONS
 from burnish.records import Completion, Prompt, RewardCall, Rollout
 from burnish.rewards.overview import message_hint
 from burnish.rewards.signature import (
@@ -161,7 +161,7 @@ class RewardPool:
         if not self._signatures:
             return
         text = prompt.answer if isinstance(prompt.answer, str) else ""
-        compares = any(entry.function in REWARDS for entry in self._config.functions)
+        compares = any(entry.function in COMPARISONS for entry in self._config.functions)
         if compares and isinstance(prompt.answer, list | tuple):
             log.warning("the ground truth of %s is a list: any of its answers counts", name)
         no_ids = np.zeros(0, dtype=np.int64)

@@ -290,7 +290,7 @@ def _be_program(
         os.write(report, f"{text}\n".encode())
         os._exit(1)
     os.close(_REPORT)
-    _run(limits["arguments"])
+    _run()
 
 
 def _confine(settings: Mapping[str, Any], limits: Mapping[str, Any]) -> None:
@@ -331,14 +331,14 @@ def _become(user: int) -> None:
     os.setresuid(user, user, user)
 
 
-def _run(arguments: Sequence[str]) -> NoReturn:
+def _run() -> NoReturn:
     """Run the program's text as Python's main module, and end as the interpreter would."""
     with open(_SOURCE, "rb") as file:
         source = file.read().decode()
     linecache.cache[_FILE] = (len(source), None, source.splitlines(keepends=True), _FILE)
     module = types.ModuleType("__main__")
     sys.modules["__main__"] = module
-    sys.argv = [_FILE, *arguments]
+    sys.argv = [_FILE]
     random.seed(0)  # so that a program that draws is graded alike each time
     status = 0
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import resource
@@ -13,6 +14,7 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -53,7 +55,7 @@ class Limits:
     """Address space of each of its processes, and memory of all of them together."""
     disk_mb: int = 64
     """All files in its /tmp together, which are in memory. Each of its outputs may be as large."""
-    output_kb: int = 64
+    output_kb: int = 1024
     """How much of each of its outputs is read."""
     processes: int = 32
     """Processes and threads at the same time."""
@@ -76,7 +78,7 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True)
-class Finished:
+class Execution:
     """How a program ended."""
 
     stdout: str
@@ -99,6 +101,7 @@ class Sandbox:
     def __init__(self, limits: Limits | None = None) -> None:
         """Build the sandbox. Raises `SandboxError` where the kernel forbids it."""
         self.limits = limits or Limits()
+        self._seconds = self.limits.seconds
         visible = _visible(self.limits.visible)
         self._control, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         root = str(Path(__file__).parents[2])
@@ -127,30 +130,29 @@ class Sandbox:
             self.close()
             raise SandboxError(_refusal(str(answer["error"])))
 
-    def run(self, code: str, stdin: str = "", arguments: Sequence[str] = ()) -> Finished:
-        """Run a Python program. Raises `SandboxError` if the sandbox fails, never for what the program does."""
-        source, given, *written = (
-            os.memfd_create(name) for name in ("program", "stdin", "stdout", "stderr", "result")
-        )
+    def run(self, code: str, stdin: str = "", seconds: float | None = None) -> Execution:
+        """Run a Python program, at most `seconds`. Raises `SandboxError` if the sandbox fails, never for what the program does."""
+        names = ("program", "stdin", "stdout", "stderr", "result")
+        files = [os.memfd_create(name) for name in names]
         try:
-            readable = [_filled(source, code), _filled(given, stdin)]
+            readable = [_filled(files[0], code), _filled(files[1], stdin)]
             try:
-                self.start([*readable, *written], arguments)
+                self.start([*readable, *files[2:]], seconds)
             finally:
-                for each in readable:
-                    os.close(each)
+                for descriptor in readable:
+                    os.close(descriptor)
             answer = self.wait()
-            texts = [self._read(each) for each in written]
+            texts = [self._read(descriptor) for descriptor in files[2:]]
         finally:
-            for each in (source, given, *written):
-                os.close(each)
+            for descriptor in files:
+                os.close(descriptor)
         most = self.limits.output_kb << 10
         status = int(answer["status"])
         cpu_seconds = float(answer["cpu"])
         is_late = status == -signal.SIGXCPU or (
             status == -signal.SIGKILL and cpu_seconds >= self.limits.cpu_seconds
         )
-        return Finished(
+        return Execution(
             stdout=texts[0][:most].decode("utf-8", "replace"),
             stderr=texts[1][:most].decode("utf-8", "replace"),
             result=texts[2][:most].decode("utf-8", "replace"),
@@ -160,15 +162,17 @@ class Sandbox:
             cpu_seconds=cpu_seconds,
         )
 
-    def start(self, descriptors: Sequence[int], arguments: Sequence[str] = ()) -> None:
+    def start(
+        self, descriptors: Sequence[int], seconds: float | None, *, cpu_seconds: int | None = None
+    ) -> None:
         """Start a program, whose text, stdin, stdout, stderr and result are descriptors. `wait` has to follow."""
+        self._seconds = self.limits.seconds if seconds is None else seconds
         request = {
-            "seconds": self.limits.seconds,
-            "cpu": self.limits.cpu_seconds,
+            "seconds": self._seconds,
+            "cpu": cpu_seconds or self.limits.cpu_seconds,
             "memory": self.limits.memory_mb << 20,
             "disk": self.limits.disk_mb << 20,
             "processes": self.limits.processes,
-            "arguments": [*arguments],
         }
         try:
             socket.send_fds(self._control, [json.dumps(request).encode()], [*descriptors])
@@ -177,7 +181,7 @@ class Sandbox:
 
     def wait(self) -> dict[str, Any]:
         """Wait until a program has ended, watch the memory of its processes, and return how it ended."""
-        deadline = time.monotonic() + self.limits.seconds + _SPARE_SECONDS
+        deadline = time.monotonic() + self._seconds + _SPARE_SECONDS
         is_stopped = False
         while True:
             with suppress(TimeoutError):
@@ -190,6 +194,10 @@ class Sandbox:
             if not is_stopped and self.uses_too_much():
                 is_stopped = True
                 self._control.send(b"x")
+
+    def fileno(self) -> int:
+        """Return a descriptor that can be read once a program has ended."""
+        return self._control.fileno()
 
     def uses_too_much(self) -> bool:
         """Return whether the processes of a program need more memory together than one may have."""
@@ -227,6 +235,30 @@ class Sandbox:
         self.close()
 
 
+@lru_cache(maxsize=4)
+def _shared(limits: Limits) -> list[Sandbox]:
+    """Return a place for the sandbox of a process."""
+    return []
+
+
+def run_shared(
+    limits: Limits, code: str, stdin: str = "", seconds: float | None = None
+) -> Execution:
+    """Run a program as `Sandbox.run` does, in a sandbox that lives as long as this process. A lost one is made again."""
+    place = _shared(limits)
+    for is_last in (False, True):
+        if not place:
+            place.append(Sandbox(limits))
+            atexit.register(place[0].close)
+        try:
+            return place[0].run(code, stdin, seconds)
+        except SandboxError:
+            place.pop().close()
+            if is_last:
+                raise
+    raise AssertionError
+
+
 def _filled(descriptor: int, text: str) -> int:
     """Write a text into a file in memory, and return a descriptor that can only read it."""
     with open(descriptor, "wb", closefd=False) as file:
@@ -254,24 +286,26 @@ def _visible(further: Sequence[str]) -> dict[str, str]:
 
 def _environ() -> dict[str, str]:
     """Return the environment of programs: nothing of this process's but where its libraries are."""
-    kept = {name: os.environ[name] for name in ("LD_LIBRARY_PATH",) if name in os.environ}
+    libraries = {name: os.environ[name] for name in ("LD_LIBRARY_PATH",) if name in os.environ}
     threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
-    return {
-        **kept,
-        **threads,
-        "HOME": SCRATCH,
-        "LANG": "C.UTF-8",
-        "PATH": "/usr/local/bin:/usr/bin:/bin",
-        "PYTHONDONTWRITEBYTECODE": "1",
-        "PYTHONHASHSEED": "0",
-        "PYTHONUTF8": "1",
-    }
+    return (
+        libraries
+        | threads
+        | {
+            "HOME": SCRATCH,
+            "LANG": "C.UTF-8",
+            "PATH": "/usr/local/bin:/usr/bin:/bin",
+            "PYTHONDONTWRITEBYTECODE": "1",
+            "PYTHONHASHSEED": "0",
+            "PYTHONUTF8": "1",
+        }
+    )
 
 
 def _refusal(what: str) -> str:
     """Say why a sandbox cannot be built."""
     return (
         f"this machine cannot isolate programs ({what}): allow user namespaces (Linux 5.14 or newer; kernel.unprivileged_userns_clone=1, "
-        "kernel.apparmor_restrict_unprivileged_userns=0, or in a container the system calls unshare and mount), or set isolation: limits "
+        "kernel.apparmor_restrict_unprivileged_userns=0, or in a container the system calls unshare and mount), or set limits: {isolation: limits} "
         "in kwargs, which protects less"
     )

@@ -1,0 +1,5 @@
+"""What a run needs."""
+
+from support.runs.fixtures import work
+
+__all__ = ["work"]
