@@ -245,6 +245,8 @@ PREFERENCE_LOSSES: Registry = {
 
 ENVIRONMENTS: Mapping[str, str] = {
     "reasoning_gym": "burnish.environments.reasoning_gym:ReasoningGym",
+    "textarena": "burnish.environments.textarena:TextArena",
+    "skyrl_gym": "burnish.environments.skyrl_gym:SkyRLGym",
     "trl": "burnish.environments.trl:TrlEnvironment",
 }
 """Classes that adapt packages, by their settings in `rollout.environment`."""

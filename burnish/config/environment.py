@@ -19,6 +19,10 @@ class EnvironmentConfig(Section):
     """A data set of the package reasoning-gym, such as chain_sum, in place of `function` and `data.train`. It makes the prompts and scores the answers."""
     trl: str | list[str] | None = None
     """A class for TRL's `environment_factory`, or functions for its `tools`, or a list of both, as file.py:Name or module:Name."""
+    textarena: str | None = None
+    """A game of the package TextArena, such as Wordle-v0, in place of `function` and `data.train`."""
+    skyrl_gym: str | None = None
+    """An environment of the package skyrl-gym, such as gsm8k_multi_turn, or file.py:Class of one that is written for it."""
     kwargs: dict[str, Any] = {}
     """Arguments of its constructor, by name. Those of packages' environments are in the guide *Environments and tools*."""
     max_turns: int = Field(8, ge=1)

@@ -1,16 +1,20 @@
-"""Play environments of other packages with scripted turns, in a pool as in a run."""
+"""Play environments of other packages with scripted turns, in this process, as a worker plays them."""
 
 from __future__ import annotations
 
+import asyncio
 import socket
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any, NamedTuple, Self
 
 from burnish.config.environment import EnvironmentConfig
 from burnish.environments.base import Action, Observation, ToolCall
-from burnish.environments.pool import EnvironmentPool
+from burnish.environments.calls import Answered, Begin, Call, Close, Key, Score, Step
+from burnish.environments.worker import description_of, serve
+from burnish.functions import load_function
 
 Said = str | tuple[str, Mapping[str, Any]] | Sequence[tuple[str, Mapping[str, Any]]]
 """A text, or calls by name and arguments."""
@@ -30,13 +34,55 @@ class Played(NamedTuple):
         return [message["content"] for turn in self.turns for message in turn.messages]
 
 
-def pool_of(**settings: Any) -> EnvironmentPool:
-    """A pool of one worker; settings are of `rollout.environment`."""
-    return EnvironmentPool(EnvironmentConfig(**{"workers": 1, "timeout_seconds": 60, **settings}))
+class Pool:
+    """Answers calls in this process, as a worker does."""
+
+    def __init__(self, **settings: Any) -> None:
+        config = EnvironmentConfig(**settings)
+        self.make = load_function(str(config.target), "rollout.environment")
+        self.kwargs = config.arguments
+        self.described = description_of(self.make, str(config.target), self.kwargs)
+        self.environments: dict[Key, Any] = {}
+        self.runner = asyncio.Runner()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.end([*self.environments])
+        self.runner.close()
+
+    def ask(self, calls: Sequence[Call]) -> dict[Key, Answered]:
+        """Make calls and return their answers."""
+        answers: list[Answered] = []
+        make = partial(self.make, **self.kwargs)
+        serve(self.environments, calls, make, answers.append, self.runner)
+        return {answer.key: answer for answer in answers}
+
+    def begin(self, tasks: Mapping[Key, tuple[Mapping[str, Any], int]]) -> dict[Key, Answered]:
+        """Begin conversations with rows and seeds."""
+        return self.ask([Begin(key, row, seed) for key, (row, seed) in tasks.items()])
+
+    def step(self, actions: Mapping[Key, Action]) -> dict[Key, Answered]:
+        """Say something in each conversation."""
+        return self.ask([Step(key, action) for key, action in actions.items()])
+
+    def score(self, keys: Sequence[Key]) -> dict[Key, Answered]:
+        """Ask for rewards at the end, if there are some."""
+        return self.ask([Score(key) for key in keys] if self.described.scores else [])
+
+    def end(self, keys: Sequence[Key]) -> None:
+        """Close environments."""
+        self.ask([Close(key) for key in keys])
+
+
+def pool_of(**settings: Any) -> Pool:
+    """The environments that settings of `rollout.environment` name."""
+    return Pool(**settings)
 
 
 def play_all(
-    pool: EnvironmentPool,
+    pool: Pool,
     rows: Sequence[Mapping[str, Any]],
     scripts: Sequence[Sequence[Said]],
     seed: int = 3,
@@ -68,7 +114,7 @@ def play(row: Mapping[str, Any], script: Sequence[Said], seed: int = 3, **settin
         return play_all(pool, [row], [script], seed)[0]
 
 
-def wait_for(port: int, seconds: float = 120.0) -> None:
+def wait_for(port: int, seconds: float = 600.0) -> None:
     """Wait until a server listens at a port of this machine."""
     end = time.monotonic() + seconds
     while time.monotonic() < end:
