@@ -247,6 +247,7 @@ ENVIRONMENTS: Mapping[str, str] = {
     "reasoning_gym": "burnish.environments.reasoning_gym:ReasoningGym",
     "textarena": "burnish.environments.textarena:TextArena",
     "skyrl_gym": "burnish.environments.skyrl_gym:SkyRLGym",
+    "verl": "burnish.environments.verl:VerlTools",
     "trl": "burnish.environments.trl:TrlEnvironment",
 }
 """Classes that adapt packages, by their settings in `rollout.environment`."""

@@ -23,6 +23,8 @@ class EnvironmentConfig(Section):
     """A game of the package TextArena, such as Wordle-v0, in place of `function` and `data.train`."""
     skyrl_gym: str | None = None
     """An environment of the package skyrl-gym, such as gsm8k_multi_turn, or file.py:Class of one that is written for it."""
+    verl: str | list[str] | None = None
+    """Files of tools that are written for verl: its `tool_config_path` (YAML), its `function_tool_path` (Python), or both."""
     kwargs: dict[str, Any] = {}
     """Arguments of its constructor, by name. Those of packages' environments are in the guide *Environments and tools*."""
     max_turns: int = Field(8, ge=1)
