@@ -91,6 +91,7 @@ OPTIONS = (
     "burnish.rewards.builtin",
     "burnish.rollout.client",
     "burnish.rollout.builtin.turns",
+    "burnish.rollout.following",
     "burnish.rollout.in_flight",
     "burnish.rollout.inference_engine",
     "burnish.rollout.openai",

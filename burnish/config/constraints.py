@@ -118,6 +118,12 @@ _OF_SAMPLING: Sequence[_Constraint] = (
     ("rollout.servers", "rollout.place=servers", ""),
     ("rollout.engine=sglang", "model.lora.publish=merged", "it loads whole models only"),
     ("rollout.environment", "rollout.in_flight=false", "a conversation takes its turns in waves"),
+    ("rollout.environment.pace=free", "rollout.engine=builtin", "it adds turns to those that run"),
+    (
+        "rollout.environment.pace=free",
+        "rollout.place=inside",
+        "it asks for turns between two steps",
+    ),
     (
         "rollout.environment",
         "rollout.engine=builtin|vllm|sglang|FILE:NAME",

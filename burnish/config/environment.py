@@ -37,6 +37,8 @@ class EnvironmentConfig(Section):
     """How many turns in a row may have a call that cannot be read. The model is told why. One more ends the conversation."""
     history: Literal["exact", "appended"] = "exact"
     """How a conversation grows. exact: refuse a chat template that writes earlier turns otherwise than the model said them, such as without thoughts. appended: keep every turn as it was said."""
+    pace: Literal["waves", "free"] = "waves"
+    """waves: all conversations take a turn, then all environments answer, and a run in fp32 repeats to the bit. free: a conversation goes on while others decode, which is faster where turns differ in length, and repeats up to rounding. Only the built-in generator in the training process."""
     timeout_seconds: MayChange[float] = Field(30.0, gt=0)
     """Deadline of each call of an environment. A conversation whose environment is late is dropped, and its process starts again."""
     workers: MayChange[int] = Field(4, ge=1)

@@ -120,21 +120,36 @@ class EnvironmentPool:
         return self._workers[place]
 
     def _run(self, calls: Sequence[Asked], check: Check) -> dict[Key, Answered]:
+        self.ask(calls)
+        answers = dict[Key, Answered]()
+        while self.is_asked:
+            answers |= self.answers(check)
+        return answers
+
+    def ask(self, calls: Sequence[Asked]) -> None:
+        """Begin calls; `answers` returns what comes of them."""
         by_place = defaultdict[int, list[Asked]](list)
         for call in calls:
             by_place[self._place(call.key)].append(call)
         for place, own in by_place.items():
             self._worker(place).ask(own)
+
+    @property
+    def is_asked(self) -> bool:
+        """Whether calls have no answer yet."""
+        return any(worker.pending for worker in self._workers.values())
+
+    def answers(self, check: Check, seconds: float = _CHECK_SECONDS) -> dict[Key, Answered]:
+        """Return the answers that come within some seconds, perhaps none."""
         answers = dict[Key, Answered]()
         try:
-            while any(worker.pending for worker in self._workers.values()):
-                check()
-                working = {w.connection: place for place, w in self._workers.items() if w.pending}
-                ready = wait(working, _CHECK_SECONDS)
-                for connection, place in working.items():
-                    self._receive(place, answers, is_there=connection in ready)
+            check()
+            working = {w.connection: place for place, w in self._workers.items() if w.pending}
+            ready = wait(working, seconds)
+            for connection, place in working.items():
+                self._receive(place, answers, is_there=connection in ready)
         except BaseException:
-            self.close()  # the next wave must not find late answers of this one
+            self.close()  # nobody must find late answers
             raise
         return answers
 
@@ -241,8 +256,9 @@ class _Worker:
     def ask(self, calls: Sequence[Asked]) -> None:
         """Send calls. Each has the time limit from the answer before it."""
         if calls:
+            if not self.pending:
+                self.began = time.monotonic()
             self.pending |= {call.key: call for call in calls}
-            self.began = time.monotonic()
             self.send(calls)
 
     def send(self, message: Any) -> None:

@@ -22,6 +22,10 @@ Watch = Callable[[int], None]
 """Called between decoding steps with the number of completions that ended since the last call. An exception that it raises
 ends the generation."""
 
+Follow = Callable[[Sequence[tuple[Request, Completion]], bool], Sequence[Request]]
+"""Called between decoding steps with the completions that ended since the last call, each with its request for one sample, and with
+whether nothing is left to decode. It returns further requests. If nothing is left, it waits for some, and none ends the generation."""
+
 
 @dataclass(frozen=True, slots=True)
 class Sampling:

@@ -14,6 +14,7 @@ from burnish.errors import UsageError
 from burnish.records import Completion, Experts, Floats, Request, StopReason
 from burnish.rollout.base import (
     Decode,
+    Follow,
     Generator,
     RunningRequest,
     Sampling,
@@ -181,17 +182,22 @@ class LocalGenerator(Generator, Generic[R]):
         self._records_experts = experts
         self._version: int | None = None
         self._underway: Callable[[], list[RunningRequest]] = list
+        self._following: Callable[[bool], list[R]] | None = None
+        """Returns completions that follow from ended ones; None without `Follow`."""
 
     def generate(
-        self, requests: Sequence[Request], sampling: Sampling, watch: Watch | None = None
+        self,
+        requests: Sequence[Request],
+        sampling: Sampling,
+        watch: Watch | None = None,
+        follow: Follow | None = None,
     ) -> list[list[Completion]]:
-        """See `Generator.generate`.
+        """See `Generator.generate`. What `follow` asks for comes after the requests.
 
         Raises `UsageError` without weights, and as `require_valid` and `StopRule` do.
         """
         if self._version is None:
             raise UsageError("the generator has no weights", do="call load_weights first")
-        require_valid(requests, sampling, self._max_positions)
         if sampling.experts and not self._records_experts:
             raise UsageError(
                 "algorithm.router_replay: the generator does not record experts",
@@ -199,21 +205,30 @@ class LocalGenerator(Generator, Generic[R]):
                 do="set algorithm.router_replay=recompute or none, or choose another rollout.engine",
             )
         rule = StopRule(sampling, self._eos_token_ids, self._decode)
-        asked = time.time()
-        groups = [_start(request, sampling, self._maker(request)) for request in requests]
+        begun: list[tuple[Request, list[R], float]] = []
+
+        def begin(new: Sequence[Request]) -> list[R]:
+            require_valid(new, sampling, self._max_positions)
+            groups = [_start(request, sampling, self._maker(request)) for request in new]
+            begun.extend((*pair, time.time()) for pair in zip(new, groups, strict=True))
+            return [each for group in groups for each in group]
+
+        def completed(group: Sequence[R], asked: float) -> list[Completion]:
+            return [each.completion(*self._logprobs(each), asked) for each in group]
 
         def so_far() -> list[RunningRequest]:
-            completions = [
-                [running.completion(*self._logprobs(running), asked) for running in group]
-                for group in groups
-            ]
-            pairs = zip(requests, completions, strict=True)
-            return [RunningRequest(sampling, request, group) for request, group in pairs]
+            return [RunningRequest(sampling, each[0], completed(*each[1:])) for each in begun]
 
         self._underway = so_far
         try:
-            self._complete([each for group in groups for each in group], sampling, rule, watch)
+            running = begin(requests)
+            if follow is not None:
+                from burnish.rollout.following import Following
+
+                self._following = Following(follow, begun, begin, completed)
+            self._complete(running, sampling, rule, watch)
         finally:
+            self._following = None
             self._underway = list
         return [each.completions for each in so_far()]
 

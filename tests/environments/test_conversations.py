@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -50,12 +51,24 @@ class Scripted:
         self.scripts = scripts
         self.requests = []
 
-    def __call__(self, requests):
+    def __call__(self, requests, follow=None):
         self.requests += requests
+        if follow is not None:
+            self.follow(list(requests), follow)
         return [
             [self.turn(request, request.first_sample + n) for n in range(request.samples)]
             for request in requests
         ]
+
+    def follow(self, waiting, follow):
+        """End one completion at a time, the latest first."""
+        while waiting:
+            request = waiting.pop()
+            for sample in range(request.first_sample, request.first_sample + request.samples):
+                alone = replace(request, first_sample=sample, samples=1)
+                new = follow([(alone, self.turn(alone, sample))], not waiting)
+                self.requests += new
+                waiting += new
 
     def turn(self, request, sample):
         line = self.scripts[sample][request.turn]
@@ -217,6 +230,24 @@ def test_what_an_environment_says_first_becomes_part_of_the_prompt():
     assert one.prompt is two.prompt
     assert one.prompt.text.endswith("Count from 0.<|im_end|>\n<|im_start|>assistant\n")
     assert said(one, tokenizer) == ["a<|im_end|>"] * 3
+
+
+@pytest.mark.parametrize(
+    ("name", "scripts"),
+    [
+        ("Counting", [["a", "b", "c"], ["a", "fail"], ["d"] * 3]),
+        ("Calculator", [["No."], [CALL, CALL, "It is 12."], [CALL, "<tool_call>what", "Hm."]]),
+    ],
+)
+def test_free_conversations_are_those_of_waves(name, scripts):
+    waves, free = (play(name, scripts, pace=pace)[0] for pace in ("waves", "free"))
+    for one, other in zip(waves, free, strict=True):
+        assert (one.end, one.reward, one.text) == (other.end, other.reward, other.text)
+        assert one.conversation == other.conversation
+        for array in ("token_ids", "logprobs", "drawn"):
+            np.testing.assert_array_equal(
+                getattr(one.completion, array), getattr(other.completion, array)
+            )
 
 
 def test_text_of_tools_cannot_speak_in_another_role():

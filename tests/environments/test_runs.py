@@ -72,8 +72,9 @@ def test_it_learns(work):
             "algorithm.kl.place=reward",
         ],
         ["rollout.place=child"],
+        ["rollout.environment.pace=free"],
     ],
-    ids=["grpo", "ppo", "by token", "child"],
+    ids=["grpo", "ppo", "by token", "child", "free"],
 )
 def test_two_processes_do_what_one_does(work, request, settings):
     name = request.node.callspec.id.replace(" ", "_")

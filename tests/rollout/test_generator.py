@@ -125,6 +125,35 @@ def test_turns_read_only_what_is_new_as_far_as_memory_goes(
     assert generator._turns is None
 
 
+@pytest.mark.parametrize(("units", "slots"), [(False, 64), (True, 3)])
+def test_turns_join_those_that_run(
+    units: bool, slots: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What follows is drawn as if it were asked for alone, whenever it comes."""
+    monkeypatch.setattr(builtin_generator, "has_matrix_units", lambda device: units)
+    model = tiny_model("qwen3")
+    sampling = Sampling(12, seed=4, keeps=True)
+    generator = builtin(model, slots=slots, eos=range(3, 20))
+    delayed: list[Request] = []
+    running: list[tuple[Request, Completion]] = []
+
+    def follow(ended: Sequence[tuple[Request, Completion]], idle: bool) -> list[Request]:
+        running.extend(ended)
+        for asked, said in ended:
+            if asked.turn < 2:
+                ids = np.concatenate([asked.token_ids, said.token_ids, [7, 8]])
+                delayed.append(replace(asked, token_ids=ids, turn=asked.turn + 1))
+        ready = delayed[: 1 + idle]
+        del delayed[: len(ready)]
+        return ready
+
+    groups = generator.generate(make_requests((1, 5, 23)), sampling, follow=follow)
+    assert len(running) == sum(map(len, groups)) == 3 * 9
+    alone = builtin(model, eos=range(3, 20))
+    for asked, said in running:
+        assert_same([[said]], alone.generate([asked], replace(sampling, keeps=False)))
+
+
 @pytest.mark.parametrize("family", ["mistral", *by_day(WITH_STATE, ("lfm2",))])
 def test_turns_of_models_with_windows_and_states_are_drawn_as_if_read_anew(family: str) -> None:
     model = tiny_model(family)

@@ -1,7 +1,7 @@
 """Let model and environments take turns.
 
-All conversations of a call take turn k, then all environments answer, then turn k + 1 begins. So which sequences share a decoding step
-follows from the data alone, and a run in fp32 repeats to the bit.
+In waves, all conversations of a call take turn k, then all environments answer, then turn k + 1 begins. So which sequences share a decoding
+step follows from the data alone, and a run in fp32 repeats to the bit. Free ones go on as soon as their environment has answered.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from burnish.config.environment import EnvironmentConfig
 from burnish.data.messages import messages_of
 from burnish.data.turn_bridge import TurnBridge, prove_bridge, require_messages
 from burnish.environments.base import Action, Observation, ToolCall
-from burnish.environments.calls import Answered, Key
+from burnish.environments.calls import Answered, Key, Step
 from burnish.environments.pool import EnvironmentPool
 from burnish.errors import BurnishError
 from burnish.records import Completion, Prompt, Request, RewardCall, Rollout
@@ -34,8 +34,8 @@ from burnish.records.seeds import derive_seed
 from burnish.rollout.base import Sampling
 
 _UNSEEN_CHARACTERS = 2000
-Generate = Callable[[Sequence[Request]], list[list[Completion]]]
-"""Draws a turn of each request."""
+Generate = Callable[..., list[list[Completion]]]
+"""Draws a turn of each request, and of what a `Follow` asks for."""
 Measure = Callable[[str], AbstractContextManager[object]]
 """A `burnish.tracking.spans.Spans`, or what measures nothing."""
 
@@ -117,9 +117,13 @@ class Conversations:
             talks = self._begun(prompts, requests, sampling, check)
         everyone = list(talks)
         try:
+            if self._config.pace == "free":
+                with self._spans("generate"):
+                    self._play_freely(talks, sampling, generate, check, moved)
+                talks = []
             while talks:
                 with self._spans("generate"):
-                    self._say(talks, requests, sampling, generate)
+                    self._say(talks, sampling, generate)
                 with self._spans("environment"):
                     self._hear(talks, sampling, check)
                     self._score(talks, check)
@@ -172,19 +176,52 @@ class Conversations:
                     talk.end = "length"
         return talks
 
-    def _say(
+    def _play_freely(
         self,
         talks: Sequence[_Conversation],
-        requests: Sequence[Request],
         sampling: Sampling,
         generate: Generate,
+        check: Callable[[], None],
+        moved: Callable[[int], None],
     ) -> None:
-        """Draw a turn of each conversation."""
-        asking = [talk for talk in talks if talk.end is None]
-        asked: list[Request] = []
-        for alike in _alike(asking):
+        """Let each conversation go on as soon as its environment has answered."""
+        by_key = {talk.key: talk for talk in talks}
+        actions: dict[Key, Action] = {}
+        asked_at: dict[Key, float] = {}
+
+        def follow(ended: Sequence[tuple[Request, Completion]], idle: bool) -> list[Request]:
+            for request, said in ended:
+                talk = by_key[request.prompt_key, request.first_sample]
+                self._said(talk, said, time.time())
+                actions[talk.key] = self._action(talk)
+                asked_at[talk.key] = time.time()
+                self._pool.ask([Step(talk.key, actions[talk.key])])
+            going_on: list[_Conversation] = []
+            while self._pool.is_asked and not going_on:
+                answers = self._pool.answers(check, 1.0 if idle else 0.0)
+                for key, answer in answers.items():
+                    self._answered(by_key[key], actions[key], answer, asked_at[key], sampling)
+                heard = [by_key[key] for key in answers]
+                going_on += [talk for talk in heard if talk.end is None]
+                self._pool.end([talk.key for talk in heard if talk.end is not None])
+                moved(len(heard) - len(going_on))
+                if not idle:
+                    break
+            return self._requests(going_on, sampling)
+
+        over = [talk for talk in talks if talk.end is not None]
+        self._pool.end([talk.key for talk in over])
+        moved(len(over))
+        requests = self._requests([talk for talk in talks if talk.end is None], sampling)
+        if requests:
+            generate(requests, follow=follow)
+
+    def _requests(self, talks: Sequence[_Conversation], sampling: Sampling) -> list[Request]:
+        """Return requests for the next turns of conversations."""
+        requests = []
+        for alike in _alike(talks):
             talk = alike[0]
-            asked.append(
+            requests.append(
                 Request(
                     talk.key[0],
                     np.array(talk.ids, np.int64),
@@ -195,16 +232,26 @@ class Conversations:
                     prompt=talk.prompt,
                 )
             )
+        return requests
+
+    def _say(self, talks: Sequence[_Conversation], sampling: Sampling, generate: Generate) -> None:
+        """Draw a turn of each conversation."""
+        asking = [talk for talk in talks if talk.end is None]
+        requests = self._requests(asking, sampling)
         began = time.time()
-        drawn = [each for group in (generate(asked) if asked else []) for each in group]
+        drawn = [each for group in (generate(requests) if requests else []) for each in group]
         for talk, said in zip(asking, drawn, strict=True):
-            first, _, last = said.times or (began, began, time.time())
-            talk.spans.append(TurnSpan("model", "model", talk.turns, first, last - first))
-            if talk.heard:
-                said = joined_completions([of_environment(talk.heard, said.weights_version), said])
-            talk.parts.append(said)
-            talk.ids += said.token_ids[len(talk.heard) :].tolist()
-            talk.heard = []
+            self._said(talk, said, began)
+
+    def _said(self, talk: _Conversation, said: Completion, began: float) -> None:
+        """Take in what the model said."""
+        first, _, last = said.times or (began, began, time.time())
+        talk.spans.append(TurnSpan("model", "model", talk.turns, first, last - first))
+        if talk.heard:
+            said = joined_completions([of_environment(talk.heard, said.weights_version), said])
+        talk.parts.append(said)
+        talk.ids += said.token_ids[len(talk.heard) :].tolist()
+        talk.heard = []
 
     def _hear(
         self, talks: Sequence[_Conversation], sampling: Sampling, check: Callable[[], None]
@@ -214,12 +261,21 @@ class Conversations:
         actions = {key: self._action(talk) for key, talk in by_key.items()}
         asked = time.time()
         for key, answer in self._pool.step(actions, check).items():
-            talk = by_key[key]
-            _note(talk, answer, asked)
-            if answer.observation is None:
-                self._fail(talk, answer)
-            else:
-                self._take_in(talk, actions[key], answer, sampling)
+            self._answered(by_key[key], actions[key], answer, asked, sampling)
+
+    def _answered(
+        self,
+        talk: _Conversation,
+        action: Action,
+        answer: Answered,
+        asked: float,
+        sampling: Sampling,
+    ) -> None:
+        _note(talk, answer, asked)
+        if answer.observation is None:
+            self._fail(talk, answer)
+        else:
+            self._take_in(talk, action, answer, sampling)
 
     def _score(self, talks: Sequence[_Conversation], check: Callable[[], None]) -> None:
         """Add the rewards that environments give at the end."""

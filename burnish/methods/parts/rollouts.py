@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from copy import copy
 from dataclasses import dataclass, replace
+from functools import partial
 from threading import Thread
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -177,11 +178,8 @@ class Collector:
                 bar.advance(ended)
 
             if self.conversations is not None:
-
-                def turn(asked: Sequence[Request]) -> list[list[Completion]]:
-                    kept = replace(sampling, keeps=True)
-                    return self.generator.generate(asked, kept, lambda _: self.check())
-
+                how = replace(sampling, keeps=True)
+                turn = partial(self.generator.generate, sampling=how, watch=lambda _: self.check())
                 played: list[list[Rollout]] = self.conversations.play(
                     prompts, requests, sampling, turn, self.check, bar.advance
                 )

@@ -141,7 +141,7 @@ class BuiltinGenerator(LocalGenerator[SlotSequence]):
             self._turns = self._turns or KeptTurns()
             self._turns.begin(running, slots)
         decoding = Decoding(self._model, running, sampling, rule, slots, self._turns)
-        decoding.run(lambda: self._version or 0, watch)
+        decoding.run(lambda: self._version or 0, watch, self._following)
 
     def _logprobs(self, running: SlotSequence) -> tuple[Floats, Floats]:
         return np.array(running.sampled_logprobs, np.float32), np.array(
@@ -240,10 +240,16 @@ class Decoding:
         self._state = torch.zeros(4, slots, dtype=torch.int64, device=model.device)
         """Rows: latest token, its position, random key, number of tokens drawn. One column per slot."""
 
-    def run(self, version: Callable[[], int], watch: Watch | None = None) -> None:
+    def run(
+        self,
+        version: Callable[[], int],
+        watch: Watch | None = None,
+        following: Callable[[bool], list[SlotSequence]] | None = None,
+    ) -> None:
         """Decode to the end. `version` returns that of the weights, which `watch` may replace."""
         reported = 0
         self._version = version
+        self._following = following
         # The first n slots are in use: a late one moves into each gap. So a step computes no rows for completions that have ended.
         with sdpa_kernel(_KERNELS):
             while running := self._refill():
@@ -256,12 +262,10 @@ class Decoding:
 
     def _refill(self) -> int:
         """Fill free slots and close gaps; return the number running."""
-        self._clear()
-        while self._waiting and None in self._slots:
+        while self._clear() and None in self._slots:
             free = [row for row, slot in enumerate(self._slots) if slot is None]
             rows = free[: len(self._waiting)]
             self._start(rows, [self._waiting.popleft() for _ in rows])
-            self._clear()
         running = sum(slot is not None for slot in self._slots)
         gaps = [row for row, slot in enumerate(self._slots[:running]) if slot is None]
         if gaps:
@@ -269,11 +273,18 @@ class Decoding:
             self._move(late, gaps)
         return running
 
-    def _clear(self) -> None:
-        """Free the slots of completions that have ended."""
+    def _clear(self) -> bool:
+        """Free the slots of completions that have ended; return whether others wait."""
         if self._turns is not None:
             self._turns.keep(self._slots, self._cache, self._version())
         self._slots = [None if slot is None or slot.reason else slot for slot in self._slots]
+        if self._following is not None:
+            new = self._following(not self._waiting and not any(self._slots))
+            if self._turns is not None:
+                self._turns.add(new)
+            self._waiting.extend(new)
+            self._unread.extend(dict.fromkeys(sequence.prompt for sequence in new))
+        return bool(self._waiting)
 
     def _move(self, sources: list[int], targets: list[int]) -> None:
         for source, target in zip(sources, targets, strict=True):

@@ -100,14 +100,18 @@ class KeptTurns:
         """Begin a call, and free the conversations that it does not continue."""
         self._most = slots * max((len(s.prompt.token_ids) + s.room for s in sequences), default=0)
         self._key_of = {}
+        self.add(sequences)
+        first_samples = {sequence.prompt.key for sequence in sequences}
+        self._kept = {key: each for key, each in self._kept.items() if key in first_samples}
+
+    def add(self, sequences: Sequence[SlotSequence]) -> None:
+        """Take in completions of this call, those of a prompt together."""
         samples: dict[int, int] = {}
         for sequence in sequences:
             prompt_key, first = sequence.prompt.key
             number = samples.get(id(sequence.prompt), 0)
             samples[id(sequence.prompt)] = number + 1
             self._key_of[id(sequence)] = (prompt_key, first + number)
-        first_samples = {sequence.prompt.key for sequence in sequences}
-        self._kept = {key: each for key, each in self._kept.items() if key in first_samples}
 
     def keep(self, slots: Sequence[SlotSequence | None], cache: SlotCache, version: int) -> None:
         """Keep the completions that have ended, as far as there is room."""
