@@ -6,9 +6,13 @@ answers. So only the conversation whose call hung is lost.
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
+import pickle
 import signal
+import socket
+import struct
 import subprocess
 import sys
 import time
@@ -28,6 +32,8 @@ from burnish.errors import BurnishError, UsageError
 _START_SECONDS = 120.0
 """How long a worker may take to import the class's module and to make its rows."""
 _CHECK_SECONDS = 1.0
+_MOST_BYTES = 64 << 20
+"""Longest answer of a worker, which keeps its messages below that."""
 
 log = logging.getLogger("burnish")
 
@@ -214,6 +220,14 @@ class EnvironmentPool:
                 return received[1]
 
 
+def _limit_waits(connection: Connection[Any, Any]) -> None:
+    """Let reading the rest of a message, and writing one, end with an error after a while."""
+    limit = struct.pack("ll", int(_START_SECONDS), 0)
+    with socket.socket(fileno=os.dup(connection.fileno())) as end:
+        for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+            end.setsockopt(socket.SOL_SOCKET, option, limit)
+
+
 class _Worker:
     def __init__(self, config: EnvironmentConfig, asked: Literal["", "tools", "rows"] = "") -> None:
         """Start a process, and wait until it has imported the class and told what is asked. Raises `UsageError` if it cannot."""
@@ -223,6 +237,7 @@ class _Worker:
         self.began = time.monotonic()
         self.connection: Connection[Any, Any]
         self.connection, worker_end = Pipe()
+        _limit_waits(self.connection)
         with worker_end:
             command = [sys.executable, "-m", "burnish.environments.worker"]
             self._process = subprocess.Popen(
@@ -268,7 +283,7 @@ class _Worker:
     def receive(self, *, is_there: bool) -> tuple[Asked, Answered] | None:
         """Return a call and its answer if it is there, or None. Raises `TimeoutError`, or `EOFError` or `OSError` if the process died."""
         if is_there:
-            answer: Answered = self.connection.recv()
+            answer = self._read()
             self.began = time.monotonic()
             return self.pending.pop(answer.key), answer
         if self._process.poll() is not None and not self.connection.poll():
@@ -276,6 +291,17 @@ class _Worker:
         if time.monotonic() - self.began > self._config.timeout_seconds:
             raise TimeoutError
         return None
+
+    def _read(self) -> Answered:
+        """Read an answer. Raises `OSError` if something else was written to the connection, as a tool that closes all descriptors may."""
+        try:
+            answer: Answered = pickle.loads(self.connection.recv_bytes(_MOST_BYTES))  # noqa: S301 - of our own worker
+            self.pending[answer.key]
+        except (EOFError, OSError):
+            raise
+        except Exception as error:
+            raise OSError(errno.EPROTO, "no answer of a worker") from error
+        return answer
 
     def end(self) -> None:
         """Kill the process and all that it started, in any session."""
@@ -289,5 +315,6 @@ class _Worker:
         """Say how the process ended."""
         with suppress(subprocess.TimeoutExpired):
             code = self._process.wait(_CHECK_SECONDS)
-            return f"ended ({f'signal {signal.Signals(-code).name}' if code < 0 else f'exit status {code}'})"
-        return "closed its connection"
+            how = f"signal {signal.strsignal(-code)}" if code < 0 else f"exit status {code}"
+            return f"ended ({how})"
+        return "closed its connection, or wrote something else to it"

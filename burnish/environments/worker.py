@@ -12,7 +12,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -33,7 +33,11 @@ from burnish.errors import BurnishError, UsageError
 from burnish.functions import failure, load_function
 
 MOST_CHARACTERS = 1 << 20
-"""Most characters of a message that leave the process. `rollout.environment.max_reply_tokens` cuts the rest."""
+"""Most characters of a text that leave the process. `rollout.environment.max_reply_tokens` cuts the rest."""
+_MOST_MESSAGES = 8
+"""Most texts of that length in an answer."""
+_MOST_NUMBERS = 1000
+"""Most rewards or metrics in an answer."""
 
 
 def main(descriptor: int, parent: int) -> None:
@@ -52,14 +56,21 @@ def main(descriptor: int, parent: int) -> None:
             return
         connection.send(described)
         environments = dict[Key, Any]()
+        own = os.getpid()
+
+        def send(answer: Answered) -> None:
+            if os.getpid() != own:
+                os._exit(0)  # an environment has forked, and returned in both processes
+            connection.send(answer)
+
         while True:
             try:
                 calls = connection.recv()
             except (EOFError, ConnectionError):
                 return
-            serve(environments, calls, lambda: make(**kwargs), connection.send, runner)
-            if os.getppid() != parent:
-                os._exit(0)  # an environment has forked, and returned in both processes
+            serve(environments, calls, lambda: make(**kwargs), send, runner)
+            if os.getpid() != own:
+                os._exit(0)
 
 
 def description_of(make: Any, name: str, kwargs: Mapping[str, Any]) -> Described:
@@ -200,7 +211,7 @@ def _answer(call: Asked, result: Any, began: float) -> Answered:
         if not isinstance(result, Observation):
             is_score = isinstance(result, Mapping | float | int)
             result = Observation(rewards=result) if is_score else Observation(result or ())
-        messages = [_plain(message) for message in result.messages]
+        messages = _messages(result.messages)
         notes = [_note(message) for message in messages]
         observation = Observation(
             messages,
@@ -209,8 +220,8 @@ def _answer(call: Asked, result: Any, began: float) -> Answered:
             _numbers(result.metrics),
             bool(result.replaces_prompt),
         )
-    except (TypeError, ValueError) as error:
-        return _ended(key, None, f"an answer that is no burnish.Observation: {error}", began)
+    except Exception as error:  # noqa: BLE001 - of a user's objects
+        return _ended(key, None, f"an answer that is no burnish.Observation: {error!s:.500}", began)
     return _ended(key, observation, None, began, notes)
 
 
@@ -225,18 +236,32 @@ def _ended(
     return Answered(key, observation, error, seconds, time.time() - seconds, notes)
 
 
-def _plain(message: Any) -> dict[str, Any]:
-    """Return a message as JSON has it, with long texts cut. Raises `ValueError` or `TypeError` for anything else."""
-    if not isinstance(message, Mapping):
-        raise TypeError(f"a message that is {message!r:.200}")
-    fields: dict[str, Any] = json.loads(json.dumps(dict(message), allow_nan=False))
-    content = fields.get("content")
-    if not isinstance(fields.get("role"), str) or not isinstance(content, str | list):
-        raise ValueError(f"a message without role or content: {fields!s:.200}")
-    if isinstance(content, str):
+def _messages(messages: Iterable[Any]) -> list[dict[str, Any]]:
+    """Return messages as JSON has them, with long texts cut. Raises `ValueError` or `TypeError` for anything else, and for too many."""
+    plain = []
+    length = 0
+    for message in messages:
+        if not isinstance(message, Mapping):
+            raise TypeError(f"a message that is {message!r:.200}")
+        fields = _cut(json.loads(json.dumps(dict(message), allow_nan=False)))
+        if not isinstance(fields.get("role"), str) or not isinstance(
+            fields.get("content"), str | list
+        ):
+            raise ValueError(f"a message without role or content: {fields!s:.200}")
+        plain.append(fields)
+        length += len(json.dumps(fields, ensure_ascii=False))
+        if length > _MOST_MESSAGES * MOST_CHARACTERS:
+            raise ValueError(f"more than {length} characters")
+    return plain
+
+
+def _cut(value: Any) -> Any:
+    if isinstance(value, str):
         # Half of a surrogate pair is no text, and no tokenizer takes it.
-        fields["content"] = content[:MOST_CHARACTERS].encode("utf-8", "replace").decode()
-    return fields
+        return value[:MOST_CHARACTERS].encode("utf-8", "replace").decode()
+    if isinstance(value, dict):
+        return {_cut(key): _cut(each) for key, each in value.items()}
+    return [_cut(each) for each in value] if isinstance(value, list) else value
 
 
 def _note(message: dict[str, Any]) -> dict[str, Any]:
@@ -247,7 +272,9 @@ def _note(message: dict[str, Any]) -> dict[str, Any]:
 
 def _numbers(values: Any) -> dict[str, float]:
     named = values if isinstance(values, Mapping) else {"reward": values}
-    numbers = {str(name): float(value) for name, value in named.items()}
+    if len(named) > _MOST_NUMBERS:
+        raise ValueError(f"more than {_MOST_NUMBERS} rewards or metrics")
+    numbers = {_cut(str(name)): float(value) for name, value in named.items()}
     wrong = [
         name for name, value in numbers.items() if value != value or abs(value) == float("inf")
     ]
