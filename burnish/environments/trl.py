@@ -68,16 +68,16 @@ class TrlEnvironment(ToolEnvironment):
             return Observation()
         self._random = ProcessRandom(row.get(_EPISODE, seed))
         with self._random:
-            told = self._environment.reset(**self._row)
-        if told is None:
+            opening = self._environment.reset(**self._row)
+        if opening is None:
             return Observation()
         *before, last = row["prompt"]
         content = last["content"]
-        if isinstance(told, list) and isinstance(content, str):
+        if isinstance(opening, list) and isinstance(content, str):
             content = [{"type": "text", "text": content}]
-        if isinstance(told, str) and isinstance(content, list):
-            told = [{"type": "text", "text": told}]
-        self._prompt = [*before, {**last, "content": content + told}]
+        if isinstance(opening, str) and isinstance(content, list):
+            opening = [{"type": "text", "text": opening}]
+        self._prompt = [*before, {**last, "content": content + opening}]
         return Observation(self._prompt, replaces_prompt=True)
 
     async def step(self, action: Action) -> Observation:  # type: ignore[override]
