@@ -248,6 +248,7 @@ ENVIRONMENTS: Mapping[str, str] = {
     "textarena": "burnish.environments.textarena:TextArena",
     "skyrl_gym": "burnish.environments.skyrl_gym:SkyRLGym",
     "verl": "burnish.environments.verl:VerlTools",
+    "cookbook": "burnish.environments.cookbook:CookbookEnvironment",
     "trl": "burnish.environments.trl:TrlEnvironment",
 }
 """Classes that adapt packages, by their settings in `rollout.environment`."""

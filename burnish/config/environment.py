@@ -25,6 +25,8 @@ class EnvironmentConfig(Section):
     """An environment of the package skyrl-gym, such as gsm8k_multi_turn, or file.py:Class of one that is written for it."""
     verl: str | list[str] | None = None
     """Files of tools that are written for verl: its `tool_config_path` (YAML), its `function_tool_path` (Python), or both."""
+    cookbook: str | None = None
+    """A `MessageEnv` or `EnvGroupBuilder` of tinker-cookbook, or a function that makes one, as file.py:Name or module:Name."""
     kwargs: dict[str, Any] = {}
     """Arguments of its constructor, by name. Those of packages' environments are in the guide *Environments and tools*."""
     max_turns: int = Field(8, ge=1)
