@@ -61,7 +61,7 @@ def environ(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, str]:
 BY_NIGHT = tuple(
     f"docs/guides/{name}.md"
     for name in (
-        *("clusters", "data", "evaluation", "extending"),
+        *("clusters", "code-rewards", "data", "evaluation", "extending"),
         *("from-trl", "generators", "megatron", "tracking"),
     )
 )

@@ -141,13 +141,15 @@ def test_a_program_that_is_late_fails_and_does_not_hold_up_the_others():
     assert scores == {"score": 0.0, "passed": 0.0, "late": 1.0}
 
 
-@pytest.mark.parametrize("name", UNITS)
+@pytest.mark.parametrize(
+    "name", by_day(UNITS, ("MBPP, half", "HumanEval", "functions and classes"))
+)
 def test_unit_tests_of_many_forms(name):
     tests, columns, share = UNITS[name]
     assert unit_tests("def double(x): return x + x", tests, columns)["score"] == share
 
 
-@pytest.mark.parametrize("cheat", CHEATS)
+@pytest.mark.parametrize("cheat", by_day(CHEATS, CHEATS[:2]))
 def test_a_program_that_ends_before_its_tests_has_not_passed_them(cheat):
     assert unit_tests(cheat, ["assert double(1) == 2"])["score"] == 0
     assert input_output(cheat, CALLS)["score"] == 0

@@ -42,6 +42,7 @@ def test_a_session_keeps_its_variables():
     tool.close()
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "end",
     [
@@ -68,6 +69,7 @@ def test_without_a_session_each_call_stands_alone():
     assert len(long) < 400
 
 
+@pytest.mark.nightly
 def test_the_model_sees_its_schema_and_answers_come_from_a_process():
     config = EnvironmentConfig(function=TARGET, workers=1, kwargs={"limits": LIMITS})
     with EnvironmentPool(config) as pool:
@@ -83,6 +85,7 @@ def test_the_model_sees_its_schema_and_answers_come_from_a_process():
             assert said == wanted
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("limits", [{"second": 1}, {"seconds": -1}, {"preload": ["no_such"]}])
 def test_limits_that_cannot_be_used_are_refused_before_the_run(limits):
     with pytest.raises(UsageError):
