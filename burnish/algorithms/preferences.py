@@ -137,18 +137,42 @@ def pair_loss(
             loss = loss + weight * own / pairs
             if len(settings.loss) > 1:
                 stats[f"{name.rpartition(':')[2]}_loss"] = Mean(own.detach(), count)
-        rewards = [side.rewards(settings).detach() for side in (chosen, rejected)]
-        margins = rewards[0] - rewards[1]
-        means = {"accuracy": (margins > 0).float(), "margin": margins}
-        for name, side, reward in zip(
-            ("chosen", "rejected"), (chosen, rejected), rewards, strict=True
-        ):
-            means[f"reward/{name}"] = reward
-            means[f"logprob/{name}"] = side.logprobs.detach()
-        stats |= {name: Mean(values.sum(), count) for name, values in means.items()}
+        stats |= _judgements(chosen.rewards(settings), rejected.rewards(settings))
+        for name, side in {"chosen": chosen, "rejected": rejected}.items():
+            stats[f"logprob/{name}"] = Mean(side.logprobs.detach().sum(), count)
         return loss, stats
 
     return preference_loss
+
+
+def reward_loss(center: float) -> Callable[[TokenOutputs, MicroBatch], tuple[Tensor, Stats]]:
+    """Return -log σ(r_c - r_l) + `center` (r_c + r_l)², averaged over the pairs of the global batch.
+
+    The first term is Bradley and Terry's (arXiv 2203.02155, equation 1). r is the value at a sequence's last token. Statistics:
+    `accuracy`, `margin`, `reward/chosen`, `reward/rejected`.
+    """
+
+    def bradley_terry(outputs: TokenOutputs, micro: MicroBatch) -> tuple[Tensor, Stats]:
+        count = (micro.cu_seqlens.numel() - 1) // 2
+        last = micro.cu_seqlens[1 : 2 * count + 1].long() - 1
+        chosen, rejected = outputs.values[last].view(count, 2).unbind(1)
+        losses = -logsigmoid(chosen - rejected) + center * (chosen + rejected) ** 2
+        return losses.sum() / (micro.num_sequences // 2), _judgements(chosen, rejected)
+
+    return bradley_terry
+
+
+def _judgements(chosen: Tensor, rejected: Tensor) -> Stats:
+    """Return which rewards [P] are higher, by how much, and what they are."""
+    chosen = chosen.detach()
+    rejected = rejected.detach()
+    values = {
+        "accuracy": (chosen > rejected).float(),
+        "margin": chosen - rejected,
+        "reward/chosen": chosen,
+        "reward/rejected": rejected,
+    }
+    return Stats({name: Mean(each.sum(), len(each)) for name, each in values.items()})
 
 
 def _sides(logprobs: Tensor, micro: MicroBatch) -> tuple[Side, Side]:

@@ -337,8 +337,8 @@ _OPTIONS = {
 }
 
 
-def make_parser() -> ArgumentParser:
-    """Return the parser of the whole command line."""
+def make_parser(method: str | None = None) -> ArgumentParser:
+    """Return the parser of the whole command line, or of a built-in method's command alone."""
     parser = ArgumentParser(prog="burnish")
     parser.add_argument("--version", action="version", version=f"burnish {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=ArgumentParser)
@@ -348,9 +348,10 @@ def make_parser() -> ArgumentParser:
 
     of_methods = {
         name: ("run:run_given", _METHOD if method.trains else _MEASURE, method.help)
-        for name, method in METHODS.items()
+        for name, method in ((name, METHODS[name]) for name in ([method] if method else METHODS))
     }
-    for full_name, (function, arguments, description) in {**of_methods, **_COMMANDS}.items():
+    others = {} if method else _COMMANDS
+    for full_name, (function, arguments, description) in {**of_methods, **others}.items():
         group, _, name = full_name.rpartition(" ")
         more = _SETTINGS if "key=value" in arguments else None
         command = parsers[group].add_parser(
@@ -391,8 +392,10 @@ def parse(argv: Sequence[str]) -> Namespace:
     if list(argv) == ["--version"]:
         print(f"burnish {__version__}")
         raise SystemExit(0)
-    parser = make_parser()
     _require_command(argv)
+    from burnish.methods.table import METHODS
+
+    parser = make_parser(argv[0] if argv[0] in METHODS else None)
     arguments, rest = parser.parse_known_args(argv)
     if hasattr(arguments, "words"):  # words may look like options
         arguments.words = list(argv)[2:]

@@ -14,7 +14,7 @@ from burnish.config.document import one_line
 from burnish.config.schema import DataConfig
 from burnish.data.columns import answer_column, is_data
 from burnish.method import Method
-from burnish.methods.dpo import DPO
+from burnish.methods.pairs import PairMethod
 from burnish.methods.table import METHODS
 from burnish.runs.preflight import require_model
 
@@ -134,7 +134,7 @@ def _sums(method: Method) -> str:
     rows = [
         {"prompt": f"{a}+{b}=", "completion": str(a + b), "answer": str(a + b)} for a, b in pairs
     ]
-    if method.name == DPO.name:
+    if isinstance(method, PairMethod):
         rows = [
             {"prompt": f"{a}+{b}=", "chosen": str(a + b), "rejected": str(a + b + 1)}
             for a, b in pairs

@@ -1,4 +1,4 @@
-"""Settings of preference optimization, which stand under `method` in a configuration of `burnish dpo`."""
+"""Settings of the methods that learn from pairs of answers. They stand under `method` in a configuration."""
 
 from __future__ import annotations
 
@@ -9,8 +9,22 @@ from pydantic import Field
 from burnish.config.section import Section
 
 
-class PreferenceSettings(Section):
-    """How pairs of answers are learned from."""
+class PairSettings(Section):
+    """Where pairs of answers stand."""
+
+    chosen_column: str = "chosen"
+    """The column of the answers that were preferred."""
+    rejected_column: str = "rejected"
+    """The column of the others."""
+
+    @property
+    def sides(self) -> tuple[str, str]:
+        """The columns of the chosen and of the rejected answers."""
+        return self.chosen_column, self.rejected_column
+
+
+class PreferenceSettings(PairSettings):
+    """How a policy learns from pairs: `burnish dpo`."""
 
     loss: dict[str, float] = {"sigmoid": 1.0}
     """Weights of the losses to add, by name: sigmoid (DPO), ipo, hinge, simpo, orpo, apo_zero, apo_down, robust, nll (the chosen answer's log-likelihood), or file.py:function."""
@@ -24,7 +38,10 @@ class PreferenceSettings(Section):
     """The margin that simpo wants."""
     reference: Literal["initial", "none"] = "initial"
     """The policy that the model stays near. initial: the model that training starts from; with a fresh adapter, the model without it. none: for losses that take none, such as simpo and orpo."""
-    chosen_column: str = "chosen"
-    """The column of the answers that were preferred."""
-    rejected_column: str = "rejected"
-    """The column of the others."""
+
+
+class RewardSettings(PairSettings):
+    """How a reward model learns from pairs: `burnish rm`."""
+
+    center: float = Field(0.0, ge=0)
+    """Weight of (r_chosen + r_rejected)², which keeps rewards around 0 (arXiv 2312.09244). 0.01 is usual."""

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from itertools import chain, takewhile
 from typing import Any
 
+import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from burnish.config.schema import DataConfig
@@ -43,8 +44,14 @@ class PreferenceDataset(AnswerRows[tuple[Example, Example]]):
         eos_token_ids: Sequence[int] = (),
         *,
         limit_name: str = "data.max_length",
+        is_judged: bool = False,
     ) -> None:
-        """See `ExampleDataset`. Collective. Raises `MissingError` without the columns `sides`."""
+        """See `ExampleDataset`. Collective. Raises `MissingError` without the columns `sides`.
+
+        With `is_judged` an example is what a reward model reads: the whole text, and one more token, the only one in the loss mask. Its
+        value is that of the state after the text.
+        """
+        self._is_judged = is_judged
         super().__init__(
             rows, tokenizer, data, max_length, limit_name, layout, eos_token_ids, strict=True
         )
@@ -81,8 +88,20 @@ class PreferenceDataset(AnswerRows[tuple[Example, Example]]):
 
     def _encode(self, indices: Sequence[int], rows: list[Row]) -> list[tuple[Encoded, Encoded]]:
         shaped = [self._read(index, row) for index, row in zip(indices, rows, strict=True)]
-        encoded = iter(self._encoded([*chain.from_iterable(shaped)]))
+        sides = [*chain.from_iterable(shaped)]
+        encoded = iter(self._whole(sides) if self._is_judged else self._encoded(sides))
         return list(zip(encoded, encoded, strict=True))
+
+    def _whole(self, shaped: Sequence[Conversation | Text]) -> list[Encoded]:
+        """Encode whole texts as `reward.models` read them. A plain text has no end-of-sequence token there."""
+        whole = []
+        for side, (ids, mask) in zip(shaped, self._encoded(shaped), strict=True):
+            if isinstance(side, Text):
+                (tokens,) = self._encoder.ids([side.prompt + side.text], special=True)
+                ids = np.array(tokens, np.int64)
+            last = np.arange(len(ids) + 1) == len(ids)
+            whole.append((np.append(ids, ids[-1:]), last & mask.any()))
+        return whole
 
     def _read(self, index: int, row: Row) -> list[Conversation | Text]:
         name = self.rows.where(index)

@@ -82,6 +82,10 @@ class OfflineMethod(Method):
         """Return whether the model that training starts from is kept, frozen, beside the one that is trained."""
         return False
 
+    def foundation(self, foundation: Foundation) -> Foundation:
+        """Return what is trained, given the language model's foundation: by default that itself. Collective."""
+        return foundation
+
     def prompt_of(self, rows: Any, config: DataConfig) -> Any:
         """See `Method.prompt_of`."""
         from burnish.data.columns import example_format, prompt_at

@@ -2,21 +2,58 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from functools import cache
 
 from burnish import extend
 from burnish.config.schema import RunConfig
 from burnish.errors import UsageError, refusing
 from burnish.method import Method
-from burnish.methods.dpo import DPO
-from burnish.methods.evaluation import Evaluation
-from burnish.methods.rl import RL
-from burnish.methods.sft import SFT
 
-METHODS: Mapping[str, Method] = {
-    method.name: method for method in (SFT(), DPO(), RL(), Evaluation())
-}
+_NAMES = ("sft", "dpo", "rm", "rl", "eval")
+
+
+@cache
+def _builtin(name: str) -> Method:
+    match name:
+        case "sft":
+            from burnish.methods.sft import SFT
+
+            return SFT()
+        case "dpo":
+            from burnish.methods.dpo import DPO
+
+            return DPO()
+        case "rm":
+            from burnish.methods.reward_modeling import RewardModeling
+
+            return RewardModeling()
+        case "rl":
+            from burnish.methods.rl import RL
+
+            return RL()
+        case "eval":
+            from burnish.methods.evaluation import Evaluation
+
+            return Evaluation()
+    raise KeyError(name)
+
+
+class _BuiltinMethods(Mapping[str, Method]):
+    """The methods by name. Each is imported when it is asked for."""
+
+    def __getitem__(self, name: str) -> Method:
+        return _builtin(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(_NAMES)
+
+    def __len__(self) -> int:
+        return len(_NAMES)
+
+
+METHODS: Mapping[str, Method] = _BuiltinMethods()
 """The built-in methods by name, in the order of the documents."""
 
 

@@ -36,6 +36,25 @@ def value_config(config: PretrainedConfig) -> PretrainedConfig:
     return critic_config
 
 
+def classifier_config(config: PretrainedConfig, pad_token_id: int | None) -> PretrainedConfig:
+    """Return the same backbone with the head of transformers' sequence classification, of one label: a reward model.
+
+    Raises `IncompatibleError` if transformers has no such class for the family. `pad_token_id`: with it, transformers finds the last token.
+    """
+    if type(config) not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
+        raise IncompatibleError(
+            f"models of type {config.model_type} cannot be reward models",
+            have="no class for sequence classification in transformers",
+            want="a family that has one",
+            do="set model.path to a model of another family",
+        )
+    classifier = copy.deepcopy(config)
+    classifier.num_labels = 1
+    classifier.pad_token_id = pad_token_id
+    classifier.architectures = [MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING[type(config)].__name__]
+    return classifier
+
+
 def value_class(config: PretrainedConfig) -> type[PreTrainedModel]:
     """Return the family's token classification class, built from transformers' generic class if it has none.
 

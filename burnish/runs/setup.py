@@ -496,8 +496,10 @@ def preference_dataset(
     sides: tuple[str, str],
     first: int | None = None,
     progress: Progress | None = None,
+    *,
+    is_judged: bool = False,
 ) -> PreferenceDataset:
-    """Read the pairs of answers in `paths`, or in their `first` rows. Collective. `sides`: see `PreferenceDataset`."""
+    """Read the pairs of answers in `paths`, or in their `first` rows. Collective. `sides`, `is_judged`: see `PreferenceDataset`."""
     from burnish.data.preferences import PreferenceDataset
 
     rows = _rows(foundation, paths, setting, progress).first(first)
@@ -512,6 +514,7 @@ def preference_dataset(
         foundation.layout,
         foundation.eos_token_ids,
         limit_name=name,
+        is_judged=is_judged,
     )
 
 

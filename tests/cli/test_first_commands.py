@@ -41,7 +41,7 @@ COMMANDS = [
     ("sft", 2, "CONFIG key=value init"),
     ("rl", 2, "CONFIG key=value init"),
     ("eval", 2, "CONFIG"),
-    ("init", 2, "sft|dpo|rl"),
+    ("init", 2, "sft|dpo|rm|rl"),
     ("init ppo", 2, "sft rl"),
     ("sft --version", 2, "--version"),
     # Without a configuration file.

@@ -39,24 +39,29 @@ def critic_foundation(policy: Foundation) -> Foundation:
     if config.critic.path is not None:
         model = model.model_copy(update={"path": config.critic.path, "fresh": None})
     hf_config = value_config(read_model_config(model))
-    require_embeddings(hf_config, policy.tokenizer)
     engine = settings_beside(hf_config, config.engine)
     optim = config.optim.model_copy(update={"lr": config.critic.lr})
     config = config.model_copy(update={"engine": engine, "optim": optim})
-    prove_model(hf_config, policy.layout, policy.device, engine=engine)
-    source = value_source(model, hf_config, config.seed)
-    foundation = replace(
-        policy,
-        config=config,
-        hf_config=hf_config,
-        source=source,
-        base=source,
-        adapter=None,
-        composite=None,
-        flops=count_flops(hf_config),
-        card="",
+    return valued(replace(policy, config=config, card=""), model, hf_config)
+
+
+def valued(foundation: Foundation, model: ModelConfig, hf_config: PretrainedConfig) -> Foundation:
+    """Return a foundation with a scalar head, `hf_config`, on the backbone of `model`, whose every weight is trained."""
+    require_embeddings(hf_config, foundation.tokenizer)
+    engine = foundation.config.engine
+    prove_model(hf_config, foundation.layout, foundation.device, engine=engine)
+    source = value_source(model, hf_config, foundation.config.seed)
+    return with_assets(
+        replace(
+            foundation,
+            hf_config=hf_config,
+            source=source,
+            base=source,
+            adapter=None,
+            composite=None,
+            flops=count_flops(hf_config),
+        )
     )
-    return with_assets(foundation)
 
 
 @dataclass(frozen=True, slots=True)

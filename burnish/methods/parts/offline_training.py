@@ -79,7 +79,8 @@ def train(method: OfflineMethod, config: RunConfig, layout: Layout, device: torc
     with open_run(config, method, layout, device) as session:
         with session.progress.phase("setup", 3) as bar:
             card = model_card(method, config)
-            foundation = lay_foundation(local, layout, device, given=config.model, card=card)
+            language = lay_foundation(local, layout, device, given=config.model, card=card)
+            foundation = method.foundation(language)
             bar.advance()
             read = partial(method.dataset, foundation, progress=session.progress)
             dataset = train_dataset(read, local.data)

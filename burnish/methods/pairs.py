@@ -1,0 +1,83 @@
+"""What methods share that learn from pairs of answers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from burnish.config.preferences import PairSettings
+from burnish.config.schema import DataConfig, RunConfig
+from burnish.errors import count_text
+from burnish.methods.offline import OfflineMethod
+
+if TYPE_CHECKING:
+    from burnish.data.preferences import PreferenceDataset
+    from burnish.methods.parts.offline_training import Models
+    from burnish.plan.model import Workload
+    from burnish.records import Batch
+    from burnish.runs.setup import Foundation
+    from burnish.tracking.progress import Progress
+    from burnish.tracking.stats import Stats
+
+
+class PairMethod(OfflineMethod):
+    """Train on `batch.examples` pairs of answers a step."""
+
+    Settings: ClassVar[type[PairSettings]] = PairSettings
+    is_judged: ClassVar[bool] = False
+    """Whether an answer is judged as a whole, with its prompt; otherwise its tokens are trained on."""
+
+    def facts(self, config: RunConfig) -> Iterator[tuple[str, str]]:
+        """See `Method.facts`."""
+        yield "step", count_text(config.batch.examples, "pair")
+
+    def workload(self, config: RunConfig) -> Workload:
+        """See `Method.workload`."""
+        from burnish.plan.model import Workload
+
+        work = Workload.of_examples(config.batch, config.data)
+        has_reference = self.keeps_start(config)
+        scorings = int(has_reference)
+        return replace(
+            work, sequences=2 * work.sequences, scorings=scorings, has_reference=has_reference
+        )
+
+    def prompt_of(self, rows: Any, config: DataConfig) -> Any:
+        """See `Method.prompt_of`."""
+        from burnish.data.columns import preference_prompt_column, prompt_at
+
+        column = preference_prompt_column(config, rows, self.Settings().sides)
+        return None if column is None else prompt_at(rows[0], column)
+
+    def dataset(
+        self,
+        foundation: Foundation,
+        paths: Sequence[str],
+        setting: str,
+        *,
+        first: int | None = None,
+        progress: Progress | None = None,
+        pool: Any = None,
+    ) -> PreferenceDataset:
+        """See `Method.dataset`."""
+        from burnish.runs.setup import preference_dataset
+
+        sides = self.settings(foundation.config).sides
+        return preference_dataset(
+            foundation, paths, setting, sides, first, progress, is_judged=self.is_judged
+        )
+
+    def measure(self, models: Models, batch: Batch) -> Stats:
+        """Return the loss and the statistics of held-out pairs. Collective."""
+        from burnish.tracking.stats import Mean, Stats
+
+        batch, _ = self.prepare(models, batch)
+        loss = self.loss(models.foundation.config)
+        stats = Stats({"loss": Mean(0.0, 0.0)})
+        for outputs, micro in zip(models.policy.forward(batch), batch.microbatches, strict=True):
+            part, own = loss(outputs, micro.to(models.foundation.device))
+            pairs = micro.num_sequences // 2
+            own["loss"] = Mean(part.detach() * pairs, (micro.cu_seqlens.numel() - 1) // 2)
+            stats = stats.merge(own)
+        return stats

@@ -1,0 +1,119 @@
+"""`burnish rm` against transformers and plain torch; what it writes judges completions."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from support.nightly import by_day
+from support.runs.preferences import PAIRS, SETTINGS, STEPS, load_model, near
+from support.runs.same_runs import assert_same
+from support.runs.training_files import (
+    At,
+    burnish,
+    done,
+    make_files,
+    metrics,
+    ranks,
+    rollouts,
+    write_rows,
+)
+from torch.nn.functional import logsigmoid
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+RUN = ("rm", "rm.yaml")
+CENTER = 0.1
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    work = tmp_path_factory.mktemp("rm")
+    make_files(work)
+    write_rows(work / "pairs.jsonl", PAIRS)
+    start = done(work, "sft", "sft.yaml", "name=start", "steps=1", "optim.lr=0")
+    model = {"path": f"{start}/checkpoints/step-00000001/model"}
+    settings = {**SETTINGS, "model": model, "method": {"center": CENTER}}
+    (work / "rm.yaml").write_text(json.dumps(settings))
+    return work
+
+
+@pytest.fixture(scope="module")
+def alone(work: Path) -> Path:
+    return done(work, *RUN, "name=alone", "data.validation=[pairs.jsonl]")
+
+
+def reward(model: torch.nn.Module, tokenizer: AutoTokenizer, text: str) -> torch.Tensor:
+    ids = tokenizer.encode(text, add_special_tokens=False, return_tensors="pt")  # type: ignore[attr-defined]
+    logits: torch.Tensor = model(ids).logits
+    return logits[0, 0]
+
+
+def test_it_is_bradley_and_terrys_model(work: Path, alone: Path) -> None:
+    begun = done(work, *RUN, "name=begun", "steps=1", "optim.lr=0")
+    start = begun / "checkpoints/step-00000001/model"
+    model = AutoModelForSequenceClassification.from_pretrained(start, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(start)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.0)
+    losses = []
+    for step in range(STEPS):
+        loss = torch.zeros(())
+        for row in PAIRS[4 * step : 4 * step + 4]:
+            chosen, rejected = (
+                reward(model, tokenizer, row["prompt"] + row[column])
+                for column in ("chosen", "rejected")
+            )
+            loss = loss - logsigmoid(chosen - rejected) / 4
+            loss = loss + CENTER * (chosen + rejected) ** 2 / 4
+        loss.backward()  # type: ignore[no-untyped-call]
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    rows = metrics(alone)
+    found = [row["train/loss"] for row in rows if "train/loss" in row]
+    np.testing.assert_allclose(found, losses, rtol=1e-5)
+    near(load_model(alone), dict(model.state_dict()), 2e-5)
+    assert rows[-1]["val/loss"] < rows[0]["val/loss"]
+    assert rows[-1]["val/accuracy"] > 0.5
+
+
+@pytest.mark.parametrize("layout", by_day({"fsdp": [], "sp": ["engine.sequence_parallel=2"]}, []))
+def test_two_processes_do_what_one_does(work: Path, alone: Path, layout: str) -> None:
+    more = ["engine.sequence_parallel=2"] if layout == "sp" else []
+    argv = [*RUN, f"name={layout}", "data.validation=[pairs.jsonl]", *more]
+    assert_same(done(work, *argv, world=2), alone)
+
+
+@pytest.mark.nightly
+def test_a_killed_run_goes_on_to_the_bit(work: Path) -> None:
+    argv = [*RUN, "checkpoint.save_every=1"]
+    whole = done(work, *argv, "name=whole")
+    at = At("burnish.methods.parts.offline_training:make_batch", 4, signal.SIGKILL)
+    (command,) = ranks(work, [*argv, "name=killed"], 1, at=at)
+    assert command.wait() != 0
+    assert_same(done(work, *argv, "name=killed"), whole)
+
+
+def test_what_it_writes_judges_completions(work: Path, alone: Path) -> None:
+    path = alone / f"checkpoints/step-{STEPS:08d}/model"
+    models = f"reward.models=[{{path: {path}}}]"
+    run = done(work, "rl", "rl.yaml", "name=judged", "steps=1", models, "reward.functions=[]")
+    model = AutoModelForSequenceClassification.from_pretrained(path, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    drawn = rollouts(run, 1)
+    with torch.no_grad():
+        wanted = [float(reward(model, tokenizer, r["prompt"] + r["completion"])) for r in drawn]
+    np.testing.assert_allclose([r["reward"] for r in drawn], wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_mistakes_end_before_anything_is_written(work: Path) -> None:
+    for argv, fact in ((["model.lora.rank=4"], "model.lora"), (["method.center=-1"], "center")):
+        code, output = burnish(work, *RUN, "name=wrong", *argv, "--dry-run")
+        assert code == 2, output
+        assert fact in output.partition("error: ")[2]
+        assert "Traceback" not in output
+    assert not (work / "runs/wrong").exists()
