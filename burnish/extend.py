@@ -249,6 +249,7 @@ ENVIRONMENTS: Mapping[str, str] = {
     "skyrl_gym": "burnish.environments.skyrl_gym:SkyRLGym",
     "verl": "burnish.environments.verl:VerlTools",
     "cookbook": "burnish.environments.cookbook:CookbookEnvironment",
+    "openenv": "burnish.environments.openenv:OpenEnv",
     "trl": "burnish.environments.trl:TrlEnvironment",
 }
 """Classes that adapt packages, by their settings in `rollout.environment`."""

@@ -27,6 +27,8 @@ class EnvironmentConfig(Section):
     """Files of tools that are written for verl: its `tool_config_path` (YAML), its `function_tool_path` (Python), or both."""
     cookbook: str | None = None
     """A `MessageEnv` or `EnvGroupBuilder` of tinker-cookbook, or a function that makes one, as file.py:Name or module:Name."""
+    openenv: str | None = None
+    """The URL of a server of OpenEnv. Its tools, or its actions as a tool, become the model's."""
     kwargs: dict[str, Any] = {}
     """Arguments of its constructor, by name. Those of packages' environments are in the guide *Environments and tools*."""
     max_turns: int = Field(8, ge=1)
