@@ -15,6 +15,8 @@ from burnish.tracking.curves import Curve
 
 _FEW = 10
 """Steps of a mean, and least steps of most rules."""
+_FEWEST = 3
+"""Steps after which a reward that has never differed is named."""
 _MANY = 50
 _SOLVED = 0.9
 """A mean reward from which on little entropy and groups of equal rewards are what one wants."""
@@ -159,6 +161,11 @@ def _no_variance(numbers: Numbers, settings: Settings) -> Iterator[Attention]:
     metric = "reward/zero_std_frac"
     values = _values(numbers, metric)
     enabled = settings.get("algorithm.dynamic_sampling.enabled")
+    means = {*_values(numbers, "reward/mean")}
+    if len(values) >= _FEWEST and min(values) == 1.0 and len(means) == 1:
+        text = f"every completion so far has the reward {means.pop():.3g}, so nothing is learned"
+        yield _found(numbers, "constant_reward", metric, text, None, "look at the reward function")
+        return
     if len(values) < _patience(settings) or enabled or _is_solved(numbers):
         return
     share = fmean(values[-_FEW:])

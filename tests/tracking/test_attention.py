@@ -64,6 +64,7 @@ def test_a_good_run_needs_none_at_any_step(series: Series) -> None:
 BAD: dict[str, tuple[Series, str | None]] = {
     "cut_off": ({"response_length/clip_ratio": [0.56] * 20}, "rollout.max_response_length=48"),
     "no_variance": ({"reward/zero_std_frac": [0.75] * 20, "reward/mean": [0.0] * 20}, "algorithm.dynamic_sampling.enabled=true"),
+    "constant_reward": ({"reward/zero_std_frac": [1.0] * 3, "reward/mean": [0.5] * 3}, None),
     "reward_falls": ({"reward/mean": noisy(lambda n: min(n, 30) / 40 if n < 45 else 0.05)}, "optim.lr=5e-06"),
     "reward_jumps": ({"reward/mean": noisy(lambda n: 0.2 if n < 55 else 0.8, noise=0.005)}, None),
     "entropy": ({"actor/entropy": noisy(lambda n: 1.0 if n < 20 else 0.01, noise=0.001)}, "algorithm.entropy_coef=0.002"),
