@@ -3,7 +3,7 @@
     python -m scripts.screenshots RUNS [--run NAME] [--compare NAME ...] [--out docs/images] [--only list run ...] [--dark] [--width 1400]
 
 `--run` is the run to show, as the page's list names it: by default the newest one with rollouts. `--compare` names the runs beside it, by
-default all of its kind, at most three. Pictures are list, run, rollouts, prompt, compare, timeline, checkpoints, log and report. Each becomes
+default all of its kind, at most three. Pictures are list, run, rollouts, prompt, conversation, compare, timeline, checkpoints, log and report. Each becomes
 `view-NAME.webp`, and with `--dark` also `view-NAME-dark.webp`, below 150 kB. `--only` makes some of them.
 
 It needs a command `chromium` and the extra `view`.
@@ -31,7 +31,7 @@ from scripts.chromium import Tab, chromium
 
 ROOT = Path(__file__).parents[1]
 READY = "!document.querySelector('[aria-busy]') && document.querySelector('#view > div')"
-HEIGHTS = {"list": 520, "timeline": 760, "log": 700, "checkpoints": 520}
+HEIGHTS = {"list": 520, "timeline": 760, "log": 700, "checkpoints": 520, "conversation": 1080}
 """Heights of pictures in pixels of the page, if not 900."""
 MOST_BYTES = 150_000
 SCALE = 1.5
@@ -79,6 +79,12 @@ def places(address: str, run: str | None, others: list[str]) -> Mapping[str, str
     if prompts:
         chosen["rollouts"] = f"{at}/rollouts?colour=logprobs"
         chosen["prompt"] = f"{at}/prompt/{prompts.most_common(1)[0][0]}"
+    talks = [row for row in rollouts[shown] if row["turns"]]
+    if talks:
+        most = max(talks, key=lambda row: row["turns"])
+        group = [row for row in talks if row["prompt_index"] == most["prompt_index"] and row["step"] == most["step"] and row != most]  # fmt: skip
+        best = max(group, key=lambda row: row["reward"], default=most)
+        chosen["conversation"] = f"{at}/rollout/{quote(most['id'], safe='')}?{urlencode({'beside': best['id']})}"  # fmt: skip
     return chosen
 
 

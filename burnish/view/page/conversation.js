@@ -75,7 +75,7 @@ function turnShown({said, heard}, number, {model, environment, tools = []} = {},
       h("span.earned", rewards.map(([name, value]) => h("span", h("span.soft", words(name), " "), rewardChip(value))))),
     text || !calls.length ? h("div.bubble.said", {dir: "auto"}, text ? words(text, MOST_OF_A_TEXT) : h("span.faint", "empty")) : null,
     calls.map((call, i) => [callShown(call), answers[i] ? replyShown(answers[i], tools[i]) : null]),
-    said.problem ? h("div.reply.failed", h("div.role", "a call cannot be read"), h("div.bubble", {dir: "auto"}, words(said.problem, MOST_OF_A_TEXT))) : null,
+    said.problem && !heard.some(({content}) => textOf(content).includes(said.problem)) ? h("div.reply.failed", h("div.role", "a call cannot be read"), h("div.bubble", {dir: "auto"}, words(said.problem, MOST_OF_A_TEXT))) : null,
     others.map((message) => replyShown(message)));
 }
 

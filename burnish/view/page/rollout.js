@@ -113,6 +113,18 @@ function tokens(all, wanted, most) {
   return h("div", h("div.told", h(`div.scale${signed ? ".signed" : ""}`, signed ? `−${far}` : "0", h("i"), far), all.by_model ? h("span.tokens", h("span.heard", "not trained on")) : null, told), box, more);
 }
 
+// Spans below the environment's, such as of tools that ran at the same time, each in a row where it covers no other.
+function apart(spans) {
+  const ends = [];
+  return spans.map((span) => {
+    const {start, seconds, depth = 0} = span;
+    let row = depth;
+    while (depth > 1 && ends[row] > start) row += 1;
+    ends[row] = start + seconds;
+    return {...span, depth: row};
+  });
+}
+
 function trace(found) {
   if (found?.problem) return h("p.none", words(found.problem));
   if (!found?.spans?.length) return null;
@@ -121,5 +133,5 @@ function trace(found) {
   const tell = ({name, error, attributes = {}}) => details.replaceChildren(...Object.entries({span: name, ...(error && {error}), ...attributes}).map(fact));
   // A span may be too short to be seen, so buttons list all spans.
   const calls = h("div.facts", found.spans.map((span) => button("button", [words(own(span.name)), ` ${duration(span.seconds)}`], () => tell(span))));
-  return h("details.trace", {open: true}, h("summary", "Trace"), lanes([{spans: found.spans}], tell), calls, details);
+  return h("details.trace", {open: true}, h("summary", "Trace"), lanes([{spans: apart(found.spans)}], tell), calls, details);
 }
