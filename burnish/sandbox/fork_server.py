@@ -27,6 +27,7 @@ import threading
 import traceback
 import types
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from importlib import import_module
 from typing import Any, NoReturn
 
@@ -282,11 +283,12 @@ def _be_program(
         *high, report = (fcntl.fcntl(each, fcntl.F_DUPFD, 100) for each in (*descriptors, report))
         for number, descriptor in enumerate((*high[1:], high[0])):
             os.dup2(descriptor, number)
-        os.dup2(report, _REPORT)
+        report = os.dup2(report, _REPORT)
         os.closerange(_REPORT + 1, 1 << 16)
         _confine(settings, limits)
-    except OSError as error:
-        text = json.dumps({"error": f"{error.filename or ''}: {error.strerror}"})
+    except (OSError, ValueError) as error:
+        what = error.filename if isinstance(error, OSError) and error.filename else "limits"
+        text = json.dumps({"error": f"{what}: {error}"})
         os.write(report, f"{text}\n".encode())
         os._exit(1)
     os.close(_REPORT)
@@ -300,8 +302,11 @@ def _confine(settings: Mapping[str, Any], limits: Mapping[str, Any]) -> None:
     kernel.forbid_privileges()
     if is_inside and settings["users"]:
         _become(_INSIDE)
-    elif not is_inside and os.getuid() == 0:
-        _become(_NOBODY)
+    is_root = not is_inside and os.getuid() == 0
+    if is_root:
+        with suppress(OSError):  # the root of a container may have no other user
+            _become(_NOBODY)
+            is_root = False
     most = {
         resource.RLIMIT_AS: limits["memory"],
         resource.RLIMIT_FSIZE: limits["disk"],
@@ -313,16 +318,25 @@ def _confine(settings: Mapping[str, Any], limits: Mapping[str, Any]) -> None:
         # Without a second user, the processes of the sandbox itself count.
         most[resource.RLIMIT_NPROC] = limits["processes"] + 4
     for kind, value in most.items():
-        resource.setrlimit(kind, (value, value))
+        _limit(kind, value, value)
     seconds = math.ceil(limits["cpu"])
-    resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 1))
+    _limit(resource.RLIMIT_CPU, seconds, seconds + 1)
     os.chdir(SCRATCH if is_inside else "/")
     os.umask(0o022)
     kernel.drop_privileges()
     devices = [f"/dev/{name}" for name in _DEVICES]
     readable = ["/"] if is_inside else settings["visible"]
-    kernel.restrict_files(readable, [SCRATCH, *devices] if is_inside else devices)
+    writable = [SCRATCH, *devices] if is_inside else devices
+    if not kernel.restrict_files(readable, writable) and is_root:
+        raise OSError(errno.EPERM, "root needs Landlock, or another user", "setuid")
     kernel.filter_calls(forks=forks)
+
+
+def _limit(kind: int, soft: int, hard: int) -> None:
+    """Set a limit, or keep a stricter one that the machine has set."""
+    before = resource.getrlimit(kind)[1]
+    most = hard if before == resource.RLIM_INFINITY else min(hard, before)
+    resource.setrlimit(kind, (min(soft, most), most))
 
 
 def _become(user: int) -> None:

@@ -305,7 +305,7 @@ def _environ() -> dict[str, str]:
 def _refusal(what: str) -> str:
     """Say why a sandbox cannot be built."""
     return (
-        f"this machine cannot isolate programs ({what}): allow user namespaces (Linux 5.14 or newer; kernel.unprivileged_userns_clone=1, "
+        f"this machine cannot isolate programs ({what}): allow user namespaces (Linux 5.14 or newer; user.max_user_namespaces, kernel.unprivileged_userns_clone=1, "
         "kernel.apparmor_restrict_unprivileged_userns=0, or in a container the system calls unshare and mount), or set limits: {isolation: limits} "
         "in kwargs, which protects less"
     )

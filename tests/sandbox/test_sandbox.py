@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -197,3 +198,34 @@ def test_modules_and_files_that_are_asked_for_are_there(tmp_path_factory):
 def test_settings_that_cannot_be_used_are_refused(settings):
     with pytest.raises((SandboxError, ValueError)):
         Sandbox(replace(LIMITS, **settings))
+
+
+@pytest.mark.skipif(shutil.which("unshare") is None, reason="util-linux is missing")
+def test_where_namespaces_are_forbidden_a_program_runs_only_if_limits_alone_are_asked_for():
+    code = """
+from burnish.sandbox.sandbox import Limits, Sandbox, SandboxError
+try:
+    Sandbox()
+except SandboxError as error:
+    print(str(error).count("\\n"))
+with Sandbox(Limits(isolation="limits")) as sandbox:
+    print(sandbox.run("print(1)").stdout, end="")
+"""
+    forbid = 'echo 0 > /proc/sys/user/max_user_namespaces && exec "$@"'
+    argv = ["unshare", "-Ur", "sh", "-c", forbid, "sh", sys.executable, "-c", code]
+    done = subprocess.run(argv, capture_output=True, text=True)
+    assert done.stdout == "0\n1\n", done.stderr
+
+
+def test_stricter_limits_of_the_machine_stay():
+    code = """
+import resource
+resource.setrlimit(resource.RLIMIT_NOFILE, (200, 200))
+resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
+from burnish.sandbox.sandbox import Sandbox
+program = "import resource; print(resource.getrlimit(resource.RLIMIT_FSIZE))"
+with Sandbox() as sandbox:
+    print(sandbox.run(program).stdout)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout.split() == ["(1048576,", "1048576)"], done.stderr
