@@ -65,7 +65,7 @@ class PythonTool(Environment):
     def __init__(
         self,
         session: bool = True,
-        most_characters: int = 4000,
+        most_characters: int = 2000,
         limits: Mapping[str, Any] | None = None,
     ) -> None:
         """Keep variables between calls if `session`. Cut what a call prints to `most_characters`. `limits` are those of `Limits`."""
