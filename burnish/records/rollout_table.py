@@ -21,7 +21,7 @@ Column = npt.NDArray[Any]
 _PROMPT = np.dtype(
     [("index", "i8"), ("length", "i4"), ("digest", "V16"), ("kind", "i4"), ("count", "i4")]
 )
-_INTEGERS = ("sample", "length", "drawn", "kind")
+_INTEGERS = ("sample", "length", "drawn", "kind", "branch")
 _PART = "part/"
 # Length of the arrays of one repeated value that stand for the tokens of other ranks' rollouts.
 _MOST_TOKENS = 1 << 40
@@ -87,9 +87,9 @@ class RolloutTable:
                     rollout.end,
                 )
                 number = kinds.setdefault(kind, len(kinds))
-                rows.append(
-                    (rollout.sample, len(completion.token_ids), completion.count_drawn, number)
-                )
+                length = len(completion.token_ids)
+                drawn = completion.count_drawn
+                rows.append((rollout.sample, length, drawn, number, rollout.branch))
         columns = dict(
             zip(
                 _INTEGERS,
@@ -252,6 +252,28 @@ class RolloutTable:
             places[number] = kinds.setdefault(kind, len(kinds))
         return replace(self, rows={**self.rows, "kind": places}, kinds=[*kinds])
 
+    def without_branches(self) -> RolloutTable:
+        """Return a table with one rollout of each conversation."""
+        is_first = self.rows["branch"] == 0
+        if is_first.all():
+            return self
+        prompts = self.prompts.copy()
+        prompts["count"] = np.bincount(self.groups[is_first], minlength=len(prompts))
+        return replace(
+            self,
+            prompts=prompts,
+            groups=self.groups[is_first],
+            rows={name: column[is_first] for name, column in self.rows.items()},
+            owners=self.owners[is_first],
+            places=self.places[is_first],
+        )
+
+    @property
+    def firsts(self) -> Column:
+        """[N] number of the rollout whose reward and advantage each has: its own, or of a branch that of its conversation."""
+        numbers = np.arange(len(self.owners))
+        return np.maximum.accumulate(np.where(self.rows["branch"] == 0, numbers, 0))
+
     @property
     def sizes(self) -> Column:
         """[G] rollouts of each group."""
@@ -350,6 +372,7 @@ class RolloutTable:
             "owner": None if owner < 0 else int(owner),
             "reward_error": kind.error,
             "end": kind.end,
+            "branch": row["branch"],
         }
         if place >= 0:
             return replace(self.objects[place], **known)

@@ -265,6 +265,8 @@ class Rollout:
     """When a conversation's model, environment and tools were busy. No file but a trace has it, so equal runs write equal files."""
     end: End | None = None
     """Why a conversation ended; None without an environment."""
+    branch: int = 0
+    """Number among the sequences of one conversation. Each has the reward of number 0, which alone counts in statistics."""
     owner: int | None = None
     """The rank that has the tokens and texts; others have arrays of the same shapes, of -1 and NaN. None: all ranks have them."""
 

@@ -102,6 +102,7 @@ def rollout_stats(table: RolloutTable) -> Stats:
 
     `reward/std` is the mean over groups of the (population) standard deviation. Rollouts that are dropped have no reward.
     """
+    table = table.without_branches()
     count = len(table.owners)
     if not count:
         return Stats()

@@ -121,6 +121,7 @@ def _fields(rollout: Rollout) -> dict[str, Any]:
         "greedy_reward": None if greedy is None else json_number(float(greedy)),
         "reward_error": rollout.reward_error,
         **({"end": rollout.end, "conversation": rollout.conversation} if rollout.end else {}),
+        **({"branch": rollout.branch} if rollout.branch else {}),
     }
 
 
@@ -187,6 +188,7 @@ def _batch(number: int, step: CommittedStep, lines: bytes, tensors: bytes) -> Dr
                     greedy_reward=None if greedy is None else float(greedy),
                     reward_error=None if error is None else str(error),
                     end=row.get("end"),
+                    branch=row.get("branch", 0),
                     conversation=tuple(row.get("conversation", ())),
                 )
             )

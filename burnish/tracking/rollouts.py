@@ -160,6 +160,7 @@ def _row(step: int, rollout: Rollout, advantage: float | None) -> Row:
         "weights_version": rollout.completion.weights_version,
         "source": rollout.prompt.source,
         **({"end": rollout.end, "conversation": rollout.conversation} if rollout.end else {}),
+        **({"branch": rollout.branch} if rollout.branch else {}),
         **({"later_versions": later} if (later := rollout.completion.later_versions) else {}),
     }
 

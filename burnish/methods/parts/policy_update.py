@@ -144,7 +144,7 @@ class PolicyUpdate:
             raise ValueError("advantages of rollouts need a function")
         # Every rank calls the function with all rollouts of the step and gets the same numbers, so nothing is sent
         # back. Only penalties of tokens are spread over ranks, and are gathered if the function asks for them.
-        numbers = np.flatnonzero(table.is_scored)
+        numbers = np.flatnonzero(table.is_scored & (table.rows["branch"] == 0))
         no_tokens = np.zeros(0, np.float32)
 
         def gathered_penalties() -> list[Floats]:
@@ -172,11 +172,14 @@ class PolicyUpdate:
         means = np.zeros(len(rewards), np.float32)
         if isinstance(result, np.ndarray):
             means[numbers] = result
-            return means, None
+            return means[table.firsts], None
         means[numbers] = [tokens.mean() if len(tokens) else 0 for tokens in result]
         by_token = [no_tokens] * len(rewards)
         for number, tokens in zip(numbers.tolist(), result, strict=True):
             by_token[number] = tokens
+        for number in np.flatnonzero(table.rows["branch"]).tolist():
+            means[number] = means[table.firsts[number]]
+            by_token[number] = np.full(table.lengths[number], means[number])
         return means, by_token
 
     def _estimates(

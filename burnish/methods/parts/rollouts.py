@@ -151,8 +151,9 @@ class Collector:
         try:
             rollouts = self._drawn(prompts, requests, sampling)
             generated = time.monotonic()
-            scored = iter(self.score([each for group in rollouts for each in group], self.check))
-            groups = [[next(scored) for _ in group] for group in rollouts]
+            alone = [each for group in rollouts for each in group if each.branch == 0]
+            scored = iter(self.score(alone, self.check))
+            groups = [rewarded(group, scored) for group in rollouts]
         except StopRequested as request:
             stopped = request.signal_number
         seconds = {"generate": generated - began, "score": time.monotonic() - generated}
@@ -160,7 +161,10 @@ class Collector:
 
     def judged(self, table: RolloutTable) -> RolloutTable:
         """Add the scores of reward models, if there are any. Collective."""
-        return table if self.judge is None else self.judge(table)
+        if self.judge is None:
+            return table
+        judged = self.judge(table)
+        return judged.with_rewards(judged.rewards[judged.firsts])
 
     @property
     def on_main(self) -> Collector:
@@ -201,6 +205,18 @@ class Collector:
         if completion.text is not None:
             return completion.text
         return self.decode(completion.token_ids.tolist())
+
+
+def rewarded(group: Sequence[Rollout], scored: Iterator[Rollout]) -> list[Rollout]:
+    """Return a group with rewards. A branch of a conversation has those of the scored rollout before it."""
+    rollouts = list[Rollout]()
+    for rollout in group:
+        first = rollouts[-1] if rollout.branch else next(scored)
+        error = first.reward_error
+        parts = first.reward_parts
+        same = replace(rollout, reward=first.reward, reward_parts=parts, reward_error=error)
+        rollouts.append(same if rollout.branch else first)
+    return rollouts
 
 
 Share = tuple[int | None, EncodedTable, dict[str, Column]]
@@ -278,6 +294,7 @@ class GroupSampler:
         collected = collect(prompts, first_key, config.rollout.n, how)
         if config.algorithm.advantage.name == "remax":
             greedy = collect(prompts, first_key, 1, replace(how, temperature=0.0))
+            greedy = greedy.without_branches()
             baselines = self._shaped(greedy).rewards[collected.groups]
             collected = _without_baseline(collected, greedy)
             collected = collected.with_rewards(collected.rewards, baselines)
@@ -596,6 +613,7 @@ def compared_rewards(
 
     Raises `UsageError` if this part is neither in `names` nor in any completion.
     """
+    table = table.without_branches()
     if part is None:
         return table.rewards[table.is_scored], table.groups[table.is_scored]
     answered = [set(kind.parts) for kind in table.kinds if kind.error is None]

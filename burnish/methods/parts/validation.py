@@ -137,6 +137,9 @@ def _by_source(
 def _numbers(
     table: RolloutTable, answers: Answers, judged_by: str | None, how: EvaluationConfig
 ) -> dict[str, float]:
+    firsts = table.by_group(table.rows["branch"] == 0)
+    answers = [[*compress(*each)] for each in zip(answers, firsts, strict=True)]
+    table = table.without_branches()
     # If the first function fails or returns None (it does not apply), no other function's score replaces it. Without a
     # function the environment's whole reward counts.
     if judged_by is None:
