@@ -244,6 +244,7 @@ PREFERENCE_LOSSES: Registry = {
 """Functions of `method.loss` of `burnish dpo`."""
 
 ENVIRONMENTS: Mapping[str, str] = {
+    "agent": "burnish.environments.gateway:Agent",
     "reasoning_gym": "burnish.environments.reasoning_gym:ReasoningGym",
     "textarena": "burnish.environments.textarena:TextArena",
     "skyrl_gym": "burnish.environments.skyrl_gym:SkyRLGym",
@@ -251,8 +252,9 @@ ENVIRONMENTS: Mapping[str, str] = {
     "cookbook": "burnish.environments.cookbook:CookbookEnvironment",
     "openenv": "burnish.environments.openenv:OpenEnv",
     "trl": "burnish.environments.trl:TrlEnvironment",
+    "verifiers": "burnish.environments.verifiers:Verifiers",
 }
-"""Classes that adapt packages, by their settings in `rollout.environment`."""
+"""Classes that adapt agents and packages, by their settings in `rollout.environment`."""
 
 COMPARISONS: Registry = {
     name: f"burnish.rewards.builtin:{name}"

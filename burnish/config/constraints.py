@@ -560,9 +560,17 @@ def sampling_problems(config: RunConfig) -> Iterator[BurnishError]:
 
 
 def _of_environment(config: RunConfig) -> Iterator[BurnishError]:
-    """Yield an error for settings of conversations without an environment, and for two environments."""
+    """Yield an error for settings of conversations without an environment, for two environments, and for limits that agents have themselves."""
     named = [f"rollout.environment.{name}" for name in config.rollout.environment.named]
     given = _given(config, "rollout.environment")
+    limits = ("max_calls", "max_reply_tokens", "max_unreadable_turns", "pace")
+    unused = [name for name in given if name.endswith(limits)]
+    if unused and config.rollout.environment.has_agents:
+        yield UsageError(
+            "an agent makes its calls itself, in waves, so these settings change nothing",
+            have=", ".join(unused),
+            do="remove them; rollout.environment.max_turns limits its requests",
+        )
     if len(named) > 1 or (given and not named):
         yield UsageError(
             f"rollout.environment names {'two environments' if named else 'no environment'}",

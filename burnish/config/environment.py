@@ -15,6 +15,8 @@ class EnvironmentConfig(Section):
 
     function: str | None = None
     """A class with the methods of `burnish.Environment`, as file.py:Class or module:Class. One object is one conversation. null: the model gives one answer to each prompt."""
+    agent: str | None = None
+    """A function that holds a conversation over HTTP, as file.py:function or module:function. It gets a row, a URL and a seed, speaks OpenAI's API at the URL, and returns rewards."""
     reasoning_gym: str | None = None
     """A data set of the package reasoning-gym, such as chain_sum, in place of `function` and `data.train`. It makes the prompts and scores the answers."""
     trl: str | list[str] | None = None
@@ -29,6 +31,8 @@ class EnvironmentConfig(Section):
     """A `MessageEnv` or `EnvGroupBuilder` of tinker-cookbook, or a function that makes one, as file.py:Name or module:Name."""
     openenv: str | None = None
     """The URL of a server of OpenEnv. Its tools, or its actions as a tool, become the model's."""
+    verifiers: str | None = None
+    """A task set of the package verifiers, in place of `function` and `data.train`. Its training client speaks to the gateway."""
     kwargs: dict[str, Any] = {}
     """Arguments of its constructor, by name. Those of packages' environments are in the guide *Environments and tools*."""
     max_turns: int = Field(8, ge=1)
@@ -62,4 +66,12 @@ class EnvironmentConfig(Section):
     @property
     def arguments(self) -> dict[str, Any]:
         """The arguments of its constructor. A package's class gets its setting too, by the setting's name."""
-        return {**{n: v for n, v in self.named.items() if n in ENVIRONMENTS}, **self.kwargs}
+        own: dict[str, Any] = {n: v for n, v in self.named.items() if n in ENVIRONMENTS}
+        if self.has_agents:
+            own["timeout_seconds"] = self.timeout_seconds
+        return {**own, **self.kwargs}
+
+    @property
+    def has_agents(self) -> bool:
+        """Whether conversations are held by agents, which ask for the model's turns over HTTP."""
+        return self.agent is not None or self.verifiers is not None

@@ -102,9 +102,10 @@ class TurnBridge:
         """Return whether the ids of a turn end with a token that ends a turn."""
         return len(ids) > 0 and int(ids[-1]) in self._stops
 
-    def first(self, messages: Sequence[Message], name: str) -> list[int]:
-        """Return the ids of a conversation up to the assistant's turn."""
-        return self._ids(self._whole(messages, name))
+    def first(self, messages: Sequence[Message], name: str, *, foreign: bool = False) -> list[int]:
+        """Return the ids of a conversation up to the assistant's turn. No text of `foreign` messages becomes a control token."""
+        stood_in, texts = self._with_stand_ins(messages) if foreign else (messages, {})
+        return self._ids(self._whole(stood_in, name), texts)
 
     def following(
         self, calls: Sequence[Called], new: Sequence[Message], *, is_ended: bool = True
@@ -283,7 +284,7 @@ def proven_bridge(
     stops = (*eos_token_ids, *rollout.stop_token_ids)
     tools = [dict(tool) for tool in environments.described.tools]
     bridge = TurnBridge(tokenizer, data, tools, stops)
-    if rollout.environment.history == "exact":
+    if rollout.environment.history == "exact" and rollout.environment.verifiers is None:
         prove_bridge(bridge, "tool" if tools else "user")
     return bridge
 

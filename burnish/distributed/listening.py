@@ -3,9 +3,29 @@
 from __future__ import annotations
 
 import errno
+import logging
 import socket
+from http.server import ThreadingHTTPServer
+from typing import Any
 
 from burnish.errors import UsageError
+
+log = logging.getLogger("burnish")
+
+
+class HttpServer(ThreadingHTTPServer):
+    """Serves HTTP at a socket that listens, each connection in a thread."""
+
+    daemon_threads = True
+
+    def __init__(self, listener: socket.socket, handler: Any) -> None:
+        super().__init__(listener.getsockname(), handler, bind_and_activate=False)
+        self.socket.close()
+        self.socket = listener
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Tell only those who look for it: clients may hang up at any time."""
+        log.debug("a request from %s failed", client_address, exc_info=True)
 
 
 def listen(host: str, port: int) -> socket.socket:

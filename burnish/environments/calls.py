@@ -3,12 +3,47 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from burnish.environments.base import Action, Observation
 
 Key = tuple[int, int]
 """A conversation: its prompt's key and its sample."""
+
+
+class Ask(NamedTuple):
+    """What an agent asks of the model over HTTP: token ids, or messages and tools."""
+
+    number: int
+    """Counts the session's requests."""
+    token_ids: tuple[int, ...] | None
+    messages: Sequence[Mapping[str, Any]]
+    tools: Sequence[Mapping[str, Any]]
+    max_tokens: int | None
+    sampling: Mapping[str, Any]
+    """Further parameters of sampling that the request names."""
+
+
+class AgentReply(NamedTuple):
+    """What the model answers, or why it does not."""
+
+    refusal: str | None = None
+    prompt_token_ids: tuple[int, ...] = ()
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[float, ...] = ()
+    content: str = ""
+    thoughts: str = ""
+    calls: tuple[tuple[str, str, str], ...] = ()
+    """Id, name and arguments, as JSON text, of each call."""
+    stop_reason: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Asking(Observation):
+    """An agent's requests, which wait for answers."""
+
+    asks: tuple[Ask, ...] = ()
 
 
 class Begin(NamedTuple):
@@ -23,7 +58,8 @@ class Step(NamedTuple):
     """Call an environment's `step`."""
 
     key: Key
-    action: Action
+    action: Action | tuple[AgentReply, ...]
+    """What the model said; for an agent, answers to its requests in their order."""
 
 
 class Score(NamedTuple):

@@ -26,7 +26,17 @@ from typing import Any, Literal, Self
 from burnish.config.environment import EnvironmentConfig
 from burnish.distributed.environment import environ_of_child, kill_descendants
 from burnish.environments.base import Action
-from burnish.environments.calls import Answered, Asked, Begin, Close, Described, Key, Score, Step
+from burnish.environments.calls import (
+    AgentReply,
+    Answered,
+    Asked,
+    Begin,
+    Close,
+    Described,
+    Key,
+    Score,
+    Step,
+)
 from burnish.errors import BurnishError, UsageError
 
 _START_SECONDS = 120.0
@@ -86,7 +96,9 @@ class EnvironmentPool:
         return self._run([Begin(key, row, seed) for key, (row, seed) in tasks.items()], check)
 
     def step(
-        self, actions: Mapping[Key, Action], check: Check = lambda: None
+        self,
+        actions: Mapping[Key, Action] | Mapping[Key, tuple[AgentReply, ...]],
+        check: Check = lambda: None,
     ) -> dict[Key, Answered]:
         """Tell environments what the model said; return their answers."""
         return self._run([Step(key, action) for key, action in actions.items()], check)
@@ -168,6 +180,9 @@ class EnvironmentPool:
             guilty, *rest = worker.pending.values()
             why = self._discard(place, error)
             log.warning("an environment is lost: %s; a fresh process goes on with the others", why)
+            if rest and self._config.has_agents and not isinstance(error, TimeoutError):
+                self._one_by_one(place, (guilty, *rest), answers)
+                return
             answers[guilty.key] = Answered(guilty.key, None, why, self._config.timeout_seconds)
             self._history.pop(guilty.key, None)
             failures = self._repeat(place)
@@ -178,6 +193,20 @@ class EnvironmentPool:
             call, answer = received
             answers[call.key] = answer
             if answer.observation is not None:
+                self._history.setdefault(call.key, []).append((call, answer))
+
+    def _one_by_one(self, place: int, calls: Sequence[Asked], answers: dict[Key, Answered]) -> None:
+        """Make calls again that ran at the same time, each alone. That shows which of them ends the process."""
+        for call in calls:
+            failures = {} if place in self._workers else self._repeat(place)
+            answers |= {key: Answered(key, None, failures[key], 0.0) for key in failures}
+            if call.key in failures:
+                continue
+            answer = self._answer_of(place, call)
+            answers[call.key] = answer
+            if answer.observation is None:
+                self._history.pop(call.key, None)
+            else:
                 self._history.setdefault(call.key, []).append((call, answer))
 
     def _discard(self, place: int, error: Exception) -> str:

@@ -13,6 +13,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -213,12 +214,13 @@ def _answer(call: Asked, result: Any, began: float) -> Answered:
             result = Observation(rewards=result) if is_score else Observation(result or ())
         messages = _messages(result.messages)
         notes = [_note(message) for message in messages]
-        observation = Observation(
-            messages,
-            _numbers(result.rewards),
-            bool(result.done),
-            _numbers(result.metrics),
-            bool(result.replaces_prompt),
+        observation = replace(
+            result,
+            messages=messages,
+            rewards=_numbers(result.rewards),
+            done=bool(result.done),
+            metrics=_numbers(result.metrics),
+            replaces_prompt=bool(result.replaces_prompt),
         )
     except Exception as error:  # noqa: BLE001 - of a user's objects
         return _ended(key, None, f"an answer that is no burnish.Observation: {error!s:.500}", began)

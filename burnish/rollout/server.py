@@ -17,7 +17,6 @@ import hmac
 import io
 import logging
 import queue
-import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -25,13 +24,13 @@ from concurrent.futures import Future, wait
 from contextlib import suppress
 from functools import partial
 from http import HTTPStatus
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from typing import Any, BinaryIO, cast
 from urllib.parse import parse_qsl, urlsplit
 
 from burnish.boxes.shards import Publication
 from burnish.distributed.device import empty_cache
-from burnish.distributed.listening import listen, url_of
+from burnish.distributed.listening import HttpServer, listen, url_of
 from burnish.errors import BurnishError
 from burnish.rollout import messages
 from burnish.rollout.base import Generator
@@ -72,7 +71,7 @@ class GeneratorServer:
         # Not a SimpleQueue, whose `get` can wait for ever if a signal arrives at the end of its time-out.
         self._calls: queue.Queue[Callable[[], None]] = queue.Queue()
         self._loads: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._http = _Http(listen(host, port), partial(_Handler, self, timeout))
+        self._http = HttpServer(listen(host, port), partial(_Handler, self, timeout))
         self.url = url_of(self._http.socket)
         """The server's address."""
 
@@ -195,18 +194,6 @@ class GeneratorServer:
             for spec, checksum in self._generator.checksums()
         ]
         return messages.encode({"checksums": rows})
-
-
-class _Http(ThreadingHTTPServer):
-    daemon_threads = True
-
-    def __init__(self, listener: socket.socket, handler: Any) -> None:
-        super().__init__(listener.getsockname(), handler, bind_and_activate=False)
-        self.socket.close()
-        self.socket = listener
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        log.debug("a request from %s failed", client_address, exc_info=True)
 
 
 class _Handler(BaseHTTPRequestHandler):

@@ -94,7 +94,11 @@ def _copy_all(
 
 def _bring_rows(values: dict[str, Any]) -> None:
     """Let an environment that brings its rows stand for `data.train`, if that is not given."""
-    environment = EnvironmentConfig.model_validate(values["rollout"]["environment"])
+    settings = values["rollout"]["environment"]
+    if settings["verifiers"] is not None:  # its client renders messages itself
+        folder = values["model"]["tokenizer"] or values["model"]["path"]
+        settings["kwargs"] = {"tokenizer": str(folder), **settings["kwargs"]}
+    environment = EnvironmentConfig.model_validate(settings)
     if environment.target is None or values["data"]["train"]:
         return
     from burnish.data.in_memory import stored

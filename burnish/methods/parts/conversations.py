@@ -10,6 +10,7 @@ import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from copy import copy
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -98,7 +99,9 @@ class Conversations:
 
     def apart(self) -> Conversations:
         """Return conversations for another thread, which measures nothing."""
-        return Conversations(self._config, self._pool, self._bridge)
+        others = copy(self)
+        others._spans = nullcontext
+        return others
 
     def play(
         self,
@@ -164,17 +167,22 @@ class Conversations:
             _note(talk, answer, asked)
             if answer.observation is None:
                 self._fail(talk, answer)
-            elif answer.observation.messages:
-                name = f"the conversation with prompt {talk.prompt.index}"
-                replaces = answer.observation.replaces_prompt
-                before = () if replaces else talk.prompt.messages or ()
-                new = messages_of(list(answer.observation.messages), name)
-                talk.ids = self._bridge.first([*before, *new], name)
-                talk.opening = len(talk.ids)
-                talk.record += new
-                if _room(talk, sampling) < 1:
-                    talk.end = "length"
+            else:
+                self._open(talk, answer.observation, sampling)
         return talks
+
+    def _open(self, talk: _Conversation, observation: Observation, sampling: Sampling) -> None:
+        """Put what the environment says first after the row's prompt."""
+        if not observation.messages:
+            return
+        name = f"the conversation with prompt {talk.prompt.index}"
+        before = () if observation.replaces_prompt else talk.prompt.messages or ()
+        new = messages_of(list(observation.messages), name)
+        talk.ids = self._bridge.first([*before, *new], name)
+        talk.opening = len(talk.ids)
+        talk.record += new
+        if _room(talk, sampling) < 1:
+            talk.end = "length"
 
     def _play_freely(
         self,
@@ -186,7 +194,7 @@ class Conversations:
     ) -> None:
         """Let each conversation go on as soon as its environment has answered."""
         by_key = {talk.key: talk for talk in talks}
-        actions: dict[Key, Action] = {}
+        actions: dict[Key, Any] = {}
         asked_at: dict[Key, float] = {}
 
         def follow(ended: Sequence[tuple[Request, Completion]], idle: bool) -> list[Request]:
@@ -266,7 +274,7 @@ class Conversations:
     def _answered(
         self,
         talk: _Conversation,
-        action: Action,
+        action: Any,
         answer: Answered,
         asked: float,
         sampling: Sampling,
@@ -287,16 +295,20 @@ class Conversations:
             if answer.observation is None:
                 self._fail(talk, answer)
                 continue
-            rewards = _named(answer.observation.rewards)
-            _add(talk.rewards, rewards)
-            place = max(
-                (i for i, m in enumerate(talk.record) if m["role"] == "assistant"), default=None
-            )
-            if place is not None:
-                earlier = talk.record[place].get("rewards", {})
-                talk.record[place] = {**talk.record[place], "rewards": {**earlier, **rewards}}
+            self._take_rewards(talk, answer.observation)
 
-    def _action(self, talk: _Conversation) -> Action:
+    def _take_rewards(self, talk: _Conversation, observation: Observation) -> None:
+        """Add rewards and numbers, and note the rewards at what the model said last."""
+        rewards = _named(observation.rewards)
+        _add(talk.rewards, rewards)
+        _add(talk.metrics, observation.metrics)
+        said = [place for place, m in enumerate(talk.record) if m["role"] == "assistant"]
+        if said and rewards:
+            earlier = talk.record[said[-1]].get("rewards", {})
+            talk.record[said[-1]] = {**talk.record[said[-1]], "rewards": {**earlier, **rewards}}
+
+    def _action(self, talk: _Conversation) -> Any:
+        """Return what the environment is told."""
         said = talk.parts[-1]
         ids = said.token_ids[said.drawn].tolist()
         turn = self._bridge.read(ids)
@@ -326,12 +338,7 @@ class Conversations:
     ) -> None:
         observation = answer.observation
         assert observation is not None
-        _add(talk.rewards, _named(observation.rewards))
-        _add(talk.metrics, observation.metrics)
-        talk.record[-1] = {
-            **talk.record[-1],
-            **({"rewards": dict(_named(observation.rewards))} if observation.rewards else {}),
-        }
+        self._take_rewards(talk, observation)
         talk.end = self._end(talk, action, observation)
         if talk.end is not None:
             talk.record += map(_unseen, observation.messages)

@@ -83,11 +83,7 @@ def make_collector(
     collector = Collector(generator, decode, pool.score, *common, shares_device=shares_device)
     if pool.environments is None:
         return collector
-    from burnish.data.turn_bridge import proven_bridge
-    from burnish.methods.parts.conversations import Conversations
+    from burnish.methods.parts.sessions import make_conversations
 
-    data = foundation.config.data
-    rollout = foundation.config.rollout
-    bridge = proven_bridge(tokenizer, data, rollout, ends, pool.environments)
-    talks = Conversations(rollout.environment, pool.environments, bridge, spans)
+    talks = make_conversations(foundation, pool.environments, ends, spans)
     return replace(collector, conversations=talks)
