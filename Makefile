@@ -8,6 +8,7 @@ VLLM := .venv-vllm
 RAY := .venv-ray
 SMOLLM := .venv-smollm
 GYM := .venv-environments
+VERIFIERS := .venv-verifiers
 OLDEST := .venv-oldest
 
 .PHONY: demo test nightly nightly-oldest lint docs contract faults bench clean
@@ -31,7 +32,7 @@ VERSIONS := $(addprefix tests/,config/test_keys.py data/test_sources.py data/tes
 
 # What is slow and far from training, and more examples of what Hypothesis draws. Run it before an issue ends, and while you work the
 # parts that your change touches: `make nightly-PART`. tests/support/parts.py says which files each has.
-PARTS := units commands models listed engines megatron layouts rollout runs methods served checkpoints kills gpu trackers vllm ray smollm environments
+PARTS := units commands models listed engines megatron layouts rollout runs methods served checkpoints kills gpu trackers vllm ray smollm environments verifiers
 NIGHTLY := $(addprefix nightly-,$(PARTS))
 PART = files=$$($(BIN)/python tests/support/parts.py $*) && $(subst $(VENV),$(ENVIRONMENT),$(PYTEST)) $$files
 ENVIRONMENT := $(VENV)
@@ -41,7 +42,7 @@ nightly: $(NIGHTLY) nightly-oldest
 $(NIGHTLY): nightly-%: $(STAMP)
 	$(PART) -m '(nightly or hypothesis) and not contract' $(WORKERS)
 
-nightly-trackers nightly-vllm nightly-ray nightly-smollm nightly-environments: WORKERS :=
+nightly-trackers nightly-vllm nightly-ray nightly-smollm nightly-environments nightly-verifiers: WORKERS :=
 nightly-trackers: ENVIRONMENT := $(SERVICES)
 nightly-trackers: $(SERVICES)/.installed
 nightly-vllm: ENVIRONMENT := $(VLLM)
@@ -52,6 +53,8 @@ nightly-smollm: ENVIRONMENT := $(SMOLLM)
 nightly-smollm: $(SMOLLM)/.installed
 nightly-environments: ENVIRONMENT := $(GYM)
 nightly-environments: $(GYM)/.installed
+nightly-verifiers: ENVIRONMENT := $(VERIFIERS)
+nightly-verifiers: $(VERIFIERS)/.installed
 
 nightly-oldest: $(OLDEST)/.installed
 	$(subst $(VENV),$(OLDEST),$(PYTEST)) $(WORKERS) $(VERSIONS)
@@ -100,8 +103,9 @@ $(VLLM)/.installed: constraints/vllm.txt
 $(RAY)/.installed: constraints/ray.txt
 $(SMOLLM)/.installed: constraints/smollm.txt
 $(GYM)/.installed: constraints/environments.txt
-$(VLLM)/.installed $(SMOLLM)/.installed $(GYM)/.installed: NO_DEPS := --no-deps
-$(SERVICES)/.installed $(VLLM)/.installed $(RAY)/.installed $(SMOLLM)/.installed $(GYM)/.installed: $(STAMP)
+$(VERIFIERS)/.installed: constraints/verifiers.txt
+$(VLLM)/.installed $(SMOLLM)/.installed $(GYM)/.installed $(VERIFIERS)/.installed: NO_DEPS := --no-deps
+$(SERVICES)/.installed $(VLLM)/.installed $(RAY)/.installed $(SMOLLM)/.installed $(GYM)/.installed $(VERIFIERS)/.installed: $(STAMP)
 	$(PYTHON) -m venv $(@D)
 	$(BIN)/python -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' \
 		> "$$($(@D)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/burnish.pth"

@@ -35,6 +35,7 @@ PARTS = {
     "ray": ("launch/test_ray.py",),
     "smollm": ("test_real_model.py",),
     "environments": ("environments", "sandbox"),
+    "verifiers": ("environments/test_verifiers.py",),
 }
 """By name, files and folders below tests/. What is named itself is not of the part of its folder."""
 
