@@ -246,6 +246,7 @@ PREFERENCE_LOSSES: Registry = {
 ENVIRONMENTS: Mapping[str, str] = {
     "agent": "burnish.environments.gateway:Agent",
     "reasoning_gym": "burnish.environments.reasoning_gym:ReasoningGym",
+    "mcp": "burnish.environments.mcp:McpTools",
     "textarena": "burnish.environments.textarena:TextArena",
     "skyrl_gym": "burnish.environments.skyrl_gym:SkyRLGym",
     "verl": "burnish.environments.verl:VerlTools",

@@ -21,6 +21,8 @@ class EnvironmentConfig(Section):
     """A data set of the package reasoning-gym, such as chain_sum, in place of `function` and `data.train`. It makes the prompts and scores the answers."""
     trl: str | list[str] | None = None
     """A class for TRL's `environment_factory`, or functions for its `tools`, or a list of both, as file.py:Name or module:Name."""
+    mcp: str | list[str] | None = None
+    """MCP servers whose tools the model may call, as commands or URLs."""
     textarena: str | None = None
     """A game of the package TextArena, such as Wordle-v0, in place of `function` and `data.train`."""
     skyrl_gym: str | None = None
