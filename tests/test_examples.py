@@ -24,10 +24,10 @@ EXAMPLES = Path(__file__).parents[1] / "examples"
 
 
 @pytest.mark.parametrize(
-    "path", sorted(EXAMPLES.glob("*/*.yaml")), ids=lambda path: path.parent.name
+    "path", sorted(EXAMPLES.glob("*/*.yaml")), ids=lambda path: f"{path.parent.name} {path.stem}"
 )
 def test_every_configuration_is_sound(path: Path) -> None:
-    METHODS["rl" if path.stem == "rl" else "sft"].check(read_config(path))
+    METHODS["rl" if path.stem.endswith("rl") else "sft"].check(read_config(path))
 
 
 def test_the_hubs_questions_are_asked_with_the_chat_template(tmp_path: Path) -> None:

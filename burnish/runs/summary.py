@@ -79,7 +79,10 @@ def summary(
     count = 0
     about = ""
     if method.trains:
-        text, count, about = _data(data.train, "data.train")
+        if data.train:
+            text, count, about = _data(data.train, "data.train")
+        else:
+            text = "rows of the environment"
         if data.max_rows is not None:
             text += f", the first {count_text(data.max_rows, 'row')}"
             count, about = (data.max_rows, "") if count > data.max_rows else (count, about)
@@ -139,6 +142,8 @@ def sampling_rows(
     prompt = f"prompt at most {longest_prompt} tokens, " if longest_prompt else ""
     yield "lengths", f"{prompt}completion at most {rollout.max_response_length} tokens"
     yield "completions", sampling_text(rollout)
+    for name, value in rollout.environment.named.items():
+        yield "environment", value if name == "function" else f"{name} {value}"
 
 
 def formula_rows(
@@ -156,7 +161,8 @@ def formula_rows(
         yield "critic", f"{origin}, {rates}"
     parts = [(each.weight, each.function) for each in reward.functions]
     parts += [(each.weight, each.path) for each in reward.models]
-    yield "reward", " + ".join(f"{weight:g} × {name}" for weight, name in parts)
+    named = " + ".join(f"{weight:g} × {name}" for weight, name in parts)
+    yield "reward", named or "the environment's"
 
 
 def _learning_rate(optim: OptimConfig, default: float, kind: str) -> str:

@@ -69,4 +69,4 @@ class Rowless(burnish.Environment):
     @classmethod
     def rows(cls):
         """Yield one."""
-        yield {"question": "What is this?"}
+        yield {"level": 3}
