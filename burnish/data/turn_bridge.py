@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from functools import cached_property
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -19,15 +21,21 @@ from burnish.data.chat import shared_beginning
 from burnish.data.messages import Message, Tools
 from burnish.data.template import ChatTemplate
 from burnish.data.tokenizer import single_template
-from burnish.data.tool_calls import Called, ParsedTurn, form_of, parse_turn
+from burnish.data.tool_calls import FORMS, Called, ParsedTurn, form_of, parse_by_schema, parse_turn
 from burnish.errors import UsageError
 from burnish.records import Prompt, TokenIds
 
 _SAID = "qzjxsaid"
 _HEARD = "qzjxheard"
 """Words that no template has. They stand for what was said and heard."""
+_ASKED: Message = {"role": "user", "content": "hello"}
 _CONVERSATIONS = 20
+_OPENS, _CLOSES = "<think>", "</think>"
 _WORDS = ("seven", "17", "the blue box", "x = 3", "Ωmega", "\nnext line", '{"a": 1}', "end.")
+
+
+Thoughts = Literal["none", "apart", "inside"]
+"""What a turn has before its answer: no thoughts, thoughts under a key of their own, or thoughts within the content."""
 
 
 class FirstDifference(NamedTuple):
@@ -36,6 +44,16 @@ class FirstDifference(NamedTuple):
     place: int
     whole: str
     in_parts: str
+
+
+class Comparison(NamedTuple):
+    """What random conversations show."""
+
+    turns: int
+    """How many turns were compared."""
+    difference: FirstDifference | None = None
+    unsayable: FirstDifference | None = None
+    """Where the template writes a turn otherwise than its own opening, so that no model could have said it."""
 
 
 class TurnBridge:
@@ -66,6 +84,7 @@ class TurnBridge:
                 do="set model.chat_template to a Jinja file",
             )
         self._form = form_of(self._template) if tools else None
+        self._has_schema = bool(tools) and getattr(tokenizer, "response_template", None) is not None
         if tools and not self._template.reads("tools"):
             raise UsageError(
                 "the chat template has no place for tools",
@@ -73,18 +92,22 @@ class TurnBridge:
                 want="a template that reads `tools`",
                 do="set model.chat_template to one that does, or describe the calls in the prompt and read them in the environment's step",
             )
-        if tools and self._form is None:
+        if tools and self._form is None and not self._has_schema:
             raise UsageError(
                 "the form in which the chat template writes tool calls is not known",
                 have="a probe call that no form reads back",
-                want="one of Hermes, Qwen XML, Llama, Mistral, DeepSeek, Kimi, GLM and harmony",
+                want=f"one of {', '.join(form.name for form in FORMS)}, or a response_template in tokenizer_config.json",
                 do="set model.chat_template to a template of one of them",
             )
 
     @property
-    def thinks(self) -> bool:
-        """Whether the template writes thoughts."""
-        return self._template.writes_thoughts
+    def thoughts(self) -> Sequence[Thoughts]:
+        """The ways in which turns of this template may have thoughts."""
+        key = self._template.thoughts_key("reasoning_content")
+        turn: Message = {"role": "assistant", "content": _SAID, key: _HEARD}
+        if _HEARD in self._whole([_ASKED, turn], "a conversation", opens=False):
+            return "none", "apart"
+        return ("none", "inside") if _CLOSES in str(self._tokenizer.chat_template) else ("none",)
 
     def text_of(self, ids: Sequence[int], *, special: bool = False) -> str:
         """Return ids as text, with or without special tokens."""
@@ -93,14 +116,20 @@ class TurnBridge:
     def read(self, ids: Sequence[int]) -> ParsedTurn:
         """Read what the model said in a turn."""
         spoken = list(ids)
-        if self.ends(spoken):
+        if self._has_schema:
+            text = self.text_of(spoken, special=True)
+            return parse_by_schema(self._tokenizer, text, self._opening, self._tools)
+        if self.end_of(spoken) is not None:
             spoken.pop()
         # Forms may be written with special tokens, so these stay in the text that is searched.
-        return parse_turn(self.text_of(spoken, special=self._form is not None), self._form)
+        return parse_turn(
+            self.text_of(spoken, special=self._form is not None), self._form, self._tools
+        )
 
-    def ends(self, ids: Sequence[int] | TokenIds) -> bool:
-        """Return whether the ids of a turn end with a token that ends a turn."""
-        return len(ids) > 0 and int(ids[-1]) in self._stops
+    def end_of(self, ids: Sequence[int] | TokenIds) -> int | None:
+        """Return the token that ended a turn; None for a turn that was cut."""
+        last = int(ids[-1]) if len(ids) else None
+        return last if last in self._stops else None
 
     def first(self, messages: Sequence[Message], name: str, *, foreign: bool = False) -> list[int]:
         """Return the ids of a conversation up to the assistant's turn. No text of `foreign` messages becomes a control token."""
@@ -108,61 +137,143 @@ class TurnBridge:
         return self._ids(self._whole(stood_in, name), texts)
 
     def following(
-        self, calls: Sequence[Called], new: Sequence[Message], *, is_ended: bool = True
+        self,
+        calls: Sequence[Called],
+        new: Sequence[Message],
+        *,
+        ended_by: int | None,
+        earlier: int = 0,
     ) -> list[int]:
         """Return the ids between a turn of the model, with these calls, and its next turn.
 
-        `is_ended`: whether the turn's own ids end with what ends a turn. Raises `UsageError` if the template refuses the messages.
+        `ended_by`: what `end_of` returns for the turn. `earlier`: how many calls there were before it, which some templates number.
+        Raises `UsageError` if the template refuses the messages.
         """
-        heard, texts = self._with_stand_ins(new)
-        said: Message = {"role": "assistant", "content": _SAID}
-        if calls:
-            # Arguments could hold the text of what ends a turn, and the text after the turn does not depend on them.
-            said["tool_calls"] = _enveloped([(name, {}) for name, _ in calls])
-        asked: Message = {"role": "user", "content": "hello"}
-        text = self._whole([asked, said, *heard], "the environment's answer")
+        stood, texts = self._with_stand_ins([*({"name": name} for name, _ in calls), *new])
+        called = [(each["name"], {}) for each in stood[: len(calls)]]
+        text = self._answered(called, stood[len(calls) :], earlier)
         start, end = self._end_of_turn(text)
+        is_ended = ended_by is not None and (
+            # The token that ends a turn may open the next role's. Then it must be the right one.
+            self._ends_turns or text[start:end] == self._tokenizer.convert_ids_to_tokens(ended_by)
+        )
         return self._ids(text[end if is_ended else start :], texts)
 
-    def _whole(self, messages: Sequence[Message], name: str) -> str:
+    def _whole(self, messages: Sequence[Message], name: str, *, opens: bool = True) -> str:
         tools = self._tools or None
-        return str(self._template.render(messages, name, tools, add_generation_prompt=True))
+        return str(self._template.render(messages, name, tools, add_generation_prompt=opens))
+
+    def _answered(self, calls: Sequence[Called], heard: Sequence[Message], earlier: int = 0) -> str:
+        """Render a stand-in for a turn with these calls, and the answer, in the first way that the template takes."""
+        results = [each for each in heard if each["role"] == "tool"]
+        names = [name for name, _ in calls]
+        if results and not names and self._tools:  # an answer to a call that could not be read
+            names = [_name(self._tools[0])]
+        named = [
+            {"name": name, "tool_call_id": call_id(earlier + i)} for i, name in enumerate(names)
+        ]
+        for result, more in zip(results, named, strict=False):
+            result |= more | result
+        # Arguments could hold the text of what ends a turn, and the text after the turn does not depend on them.
+        written = _enveloped([(name, {_SAID: _SAID}) for name in names], earlier)
+        refused: UsageError | None = None
+        for content, some in (
+            (_SAID, written if calls else []),
+            ("", written),
+            ("", written[:1]),
+        ):
+            said: Message = {"role": "assistant", "content": content}
+            before = [_ASKED, *(_called_before(names, earlier) if self._numbers_calls else ())]
+            try:
+                asked = [*before, said | ({"tool_calls": some} if some else {}), *heard]
+                text = self._whole(asked, "the environment's answer")
+            except UsageError as error:
+                refused = refused or error
+                continue
+            if _SAID in text:
+                return text
+        raise refused or UsageError(
+            "the chat template drops what was said",
+            do="set model.chat_template to a template that keeps earlier turns",
+        )
 
     def _end_of_turn(self, text: str) -> tuple[int, int]:
         """Return where the mark that ends the assistant's turn begins and ends in a rendered text."""
-        said = text.rfind(_SAID)
-        marks = [
-            (place, place + len(mark))
-            for mark in self._stop_texts
-            if said >= 0 and (place := text.find(mark, said + len(_SAID))) >= 0
-        ]
+        said = text.rfind(_SAID) + len(_SAID)
+        marks = _places(text, self._stop_texts, said) or _places(text, self._control, said)
         if not marks:
-            raise UsageError(
-                "the chat template does not end the assistant's turn with a token that ends a completion",
-                have=f"{text[said:][:200]!r}"
-                if said >= 0
-                else "a template that drops what was said",
-                want=f"one of {', '.join(self._stop_texts)} after it",
-                do="add the token that ends a turn to rollout.stop_token_ids, or set model.chat_template",
-            )
+            raise self._unended(text[said:])
         return min(marks)
+
+    @cached_property
+    def _ends_turns(self) -> bool:
+        """Whether the template ends a turn itself. Otherwise the token that opens the next role's turn does (GLM)."""
+        said: Message = {"role": "assistant", "content": _SAID}
+        text = self._whole([_ASKED, said], "a conversation", opens=False)
+        return bool(_places(text, self._stop_texts, text.rfind(_SAID)))
+
+    @cached_property
+    def _numbers_calls(self) -> bool:
+        """Whether results are numbered over the whole conversation (Command R)."""
+        if not self._tools:
+            return False
+        name = _name(self._tools[0])
+
+        def result(earlier: int) -> str:
+            said: Message = {"role": "assistant", "content": ""}
+            said["tool_calls"] = _enveloped([(name, {})], earlier)
+            heard = _result(earlier, name, _HEARD)
+            turns = [_ASKED, *_called_before([name], earlier), said, heard]
+            text = self._whole(turns, "a conversation").replace(call_id(earlier), "")
+            before = max(
+                (text.rfind(mark, 0, text.rfind(_HEARD)) for mark in self._control), default=0
+            )
+            return text[before:]
+
+        try:
+            return result(0) != result(1)
+        except UsageError:
+            return False
+
+    @cached_property
+    def _opening(self) -> str:
+        """What a turn follows."""
+        return self._whole([_ASKED], "a conversation")
+
+    def _unended(self, text: str) -> UsageError:
+        return UsageError(
+            "the chat template does not end the assistant's turn with a token that ends a completion",
+            have=f"{text[:200]!r} after what was said",
+            want=f"one of {', '.join(self._stop_texts)} there",
+            do="add the token that ends a turn to rollout.stop_token_ids, or set model.chat_template",
+        )
 
     def _with_stand_ins(self, new: Sequence[Message]) -> tuple[list[Message], dict[str, str]]:
         """Put words in the place of texts that have a control token's text; return these texts by word."""
         texts: dict[str, str] = {}
+        unwanted = [*self._control, _SAID, _HEARD]
 
         def stood_in(value: Any) -> Any:
             if isinstance(value, dict):
                 return {key: stood_in(each) for key, each in value.items()}
             if isinstance(value, list):
                 return [stood_in(each) for each in value]
-            if not isinstance(value, str) or not any(mark in value for mark in self._control):
+            if not isinstance(value, str) or not any(mark in value for mark in unwanted):
                 return value
             word = f"{_HEARD}{len(texts)}e"
             texts[word] = value
             return word
 
         return [stood_in(message) for message in new], texts
+
+    def _harmless(self, text: str) -> Iterator[str]:
+        """Divide a text within each control token's, for the tokenizer would find those that are not marked as special."""
+        start = 0
+        marks = "|".join(map(re.escape, self._control))
+        for mark in re.finditer(f"(?={marks})", text) if marks else ():
+            yield text[start : mark.start() + 1]
+            start = mark.start() + 1
+        yield text[start:]
 
     def _ids(self, text: str, texts: Mapping[str, str] | None = None) -> list[int]:
         ids: list[int] = []
@@ -172,88 +283,118 @@ class TurnBridge:
             content = (texts or {})[word]
             before, _, text = text.partition(word)
             ids += self._tokenizer(before, add_special_tokens=False)["input_ids"]
-            # Somebody else's text must not end a turn or begin one in another role.
-            plain = self._tokenizer(content, add_special_tokens=False, split_special_tokens=True)
-            ids += plain["input_ids"]
+            for piece in self._harmless(content):
+                # Somebody else's text must not end a turn or begin one in another role.
+                how = {"add_special_tokens": False, "split_special_tokens": True}
+                ids += self._tokenizer(piece, **how)["input_ids"]
         return [*ids, *self._tokenizer(text, add_special_tokens=False)["input_ids"]]
 
     # The proof.
 
-    def difference(
-        self, role: str, *, thoughts: bool = False, seed: int = 0
-    ) -> FirstDifference | None:
-        """Compare random conversations in parts with whole ones; return the first difference.
+    def compare(self, role: str, thoughts: Thoughts = "none", seed: int = 0) -> Comparison:
+        """Compare random conversations in parts with whole ones, up to the first difference.
 
-        `role` answers the model: tool or user. With `thoughts`, the model thinks before it answers. Turns that do not tokenize to the
-        same ids alone and within the whole say nothing. Raises `UsageError` if none can be compared.
+        `role` answers the model: tool or user. Turns that do not tokenize to the same ids alone and within the whole say nothing.
         """
         rng = random.Random(seed)
-        compared = 0
+        turns = 0
+        unsayable = None
         for _ in range(_CONVERSATIONS):
-            turns, difference = self._compared(rng, role, thoughts=thoughts)
-            if difference is not None:
-                return difference
-            compared += turns
-        if compared == 0:
-            raise UsageError(
-                "it cannot be proven how the chat template writes earlier turns",
-                have="no turn of the model that begins where the prompt ends and has the same token ids alone",
-                want="a template that opens the assistant's turn with add_generation_prompt",
-                do="set rollout.environment.history=appended if you know that it keeps earlier turns, or set model.chat_template",
-            )
-        return None
+            compared = self._compared(rng, role, thoughts)
+            turns += compared.turns
+            unsayable = unsayable or compared.unsayable
+            if compared.difference is not None:
+                return Comparison(turns, compared.difference)
+        return Comparison(turns, unsayable=unsayable)
 
-    def _compared(
-        self, rng: random.Random, role: str, *, thoughts: bool
-    ) -> tuple[int, FirstDifference | None]:
-        """Compare a random conversation; return how many turns could be compared, and the first difference."""
+    def _compared(self, rng: random.Random, role: str, thoughts: Thoughts) -> Comparison:
+        """Compare a random conversation."""
         messages: list[Message] = [{"role": "user", "content": _some(rng)}]
         ids = self.first(messages, "a conversation")
-        text = self._whole(messages, "a conversation")
+        earlier = 0
         for turn in range(rng.randint(1, 4)):
-            calls = self._some_calls(rng) if role == "tool" else []
-            said: Message = {"role": "assistant", "content": _some(rng).strip()}
-            if thoughts:
-                said[self._template.thoughts_key("reasoning_content")] = _some(rng).strip()
-            if calls:
-                said["tool_calls"] = _enveloped(calls)
-            new = [*_results(rng, calls)] or [{"role": "user", "content": _some(rng)}]
-            spoken = self._spoken(messages, said)
-            if spoken is None:
-                return turn, None
-            whole_text = self._whole([*messages, said, *new], "a conversation")
+            has_calls = role == "tool" or (self._tools and rng.random() < 0.5)
+            calls: Sequence[Called] = self._some_calls(rng) if has_calls else []
+            thought = _some(rng).strip() if thoughts != "none" else ""
+            opened = self._whole(messages, "a conversation")
+            if thoughts == "inside" and opened.rstrip().endswith(_CLOSES):
+                return Comparison(turn)
+            said, calls, alone = self._said(
+                messages, calls, _some(rng).strip(), thought, thoughts, earlier
+            )
+            if not alone.startswith(opened):
+                return Comparison(turn, unsayable=self._first_of(alone, self._ids(opened)))
+            spoken = alone[len(opened) :]
+            if thoughts == "inside" and thought not in spoken:
+                missing = said["content"].removeprefix(opened[-len(_OPENS) - 1 :])
+                return Comparison(turn, self._first_of(alone, self._ids(opened + missing)))
+            new = [*_results(rng, calls, earlier)] or [{"role": "user", "content": _some(rng)}]
+            spoken = self._up_to_stop(spoken, calls, new, earlier)
             # The part of a text that a model could have said: it may not lean on what stands before it.
-            in_one = self._ids(text + spoken)
-            apart = [*self._ids(text), *self._ids(spoken)]
-            if in_one != apart:
-                return turn, None
-            ids = [*ids, *self._ids(spoken), *self.following(calls, new)]
+            said_ids = self._ids(spoken)
+            if self._ids(opened + spoken) != [*self._ids(opened), *said_ids]:
+                return Comparison(turn)
             messages += [said, *new]
-            whole = self._ids(whole_text)
-            if ids != whole:
-                return turn, self._first_of(whole, ids)
-            text = whole_text
-        return turn + 1, None
+            whole = self._whole(messages, "a conversation")
+            ids += said_ids
+            if self._ids(whole)[: len(ids)] != ids:
+                return Comparison(turn, self._first_of(whole, ids))
+            ids += self.following(calls, new, ended_by=self.end_of(said_ids), earlier=earlier)
+            earlier += len(calls)
+            if self._ids(whole) != ids:
+                return Comparison(turn, self._first_of(whole, ids))
+        return Comparison(turn + 1)
 
-    def _spoken(self, before: Sequence[Message], said: Message) -> str | None:
-        """Return what the template writes for a turn after its opening, up to its end."""
-        opened = self._whole(before, "a conversation")
-        tools = self._tools or None
-        text = str(self._template.render([*before, said], "a conversation", tools))
-        if not text.startswith(opened):
-            return None
-        rest = text[len(opened) :]
-        ends = [place + len(mark) for mark in self._stop_texts if (place := rest.rfind(mark)) >= 0]
-        return rest[: max(ends)] if ends else None
+    def _said(
+        self,
+        before: Sequence[Message],
+        calls: Sequence[Called],
+        content: str,
+        thought: str,
+        thoughts: Thoughts,
+        earlier: int,
+    ) -> tuple[Message, Sequence[Called], str]:
+        """Return a turn that the template takes, its calls, and the text of the conversation that it ends.
+
+        Some templates have no parallel calls, or no content beside a call.
+        """
+        refused: UsageError | None = None
+        for some, words in ((calls, content), (calls, ""), (calls[:1], content), (calls[:1], "")):
+            said: Message = {"role": "assistant", "content": words}
+            if thoughts == "apart":
+                said[self._template.thoughts_key("reasoning_content")] = thought
+            elif thoughts == "inside":
+                said["content"] = f"{_OPENS}\n{thought}\n{_CLOSES}\n\n{words}"
+            if some:
+                said["tool_calls"] = _enveloped(some, earlier)
+            try:
+                return said, some, self._whole([*before, said], "a conversation", opens=False)
+            except UsageError as error:
+                refused = refused or error
+        assert refused is not None
+        raise refused
+
+    def _up_to_stop(
+        self, spoken: str, calls: Sequence[Called], new: Sequence[Message], earlier: int
+    ) -> str:
+        """Return a turn up to the token that ends it, which the next role's turn may open with."""
+        marks = _places(spoken, self._stop_texts)
+        if marks:
+            return spoken[: min(marks)[1]]
+        text = self._answered(calls, new, earlier)
+        marks = _places(text, self._stop_texts, text.rfind(_SAID))
+        if not marks:
+            raise self._unended(text[text.rfind(_SAID) + len(_SAID) :])
+        return spoken + text[slice(*min(marks))]
 
     def _some_calls(self, rng: random.Random) -> list[Called]:
-        names = [tool.get("function", tool)["name"] for tool in self._tools]
         return [
-            (rng.choice(names), {"a": _some(rng), "b": rng.randint(0, 99)})
+            (_name(rng.choice(self._tools)), {"a": _some(rng), "b": rng.randint(0, 99)})
             for _ in range(rng.randint(1, 2))
         ]
 
-    def _first_of(self, whole: list[int], ids: list[int]) -> FirstDifference:
+    def _first_of(self, text: str, ids: list[int]) -> FirstDifference:
+        whole = self._ids(text)
         place = shared_beginning(whole, np.array(ids, np.int64))
         names = [
             self.text_of(part[place : place + 1], special=True) if place < len(part) else "nothing"
@@ -295,22 +436,47 @@ def prove_bridge(bridge: TurnBridge, role: str) -> None:
     `role` answers the model: tool or user. Turns with thoughts are compared too if the template writes them: many templates drop those
     of earlier turns.
     """
-    for thoughts in (False, True) if bridge.thinks else (False,):
-        difference = bridge.difference(role, thoughts=thoughts)
+    compared = {thoughts: bridge.compare(role, thoughts) for thoughts in bridge.thoughts}
+    differences = {thoughts: each.difference for thoughts, each in compared.items()}
+    if not any([*differences.values(), *(each.turns for each in compared.values())]):
+        differences = {thoughts: each.unsayable for thoughts, each in compared.items()}
+    for thoughts, difference in differences.items():
         if difference is not None:
-            what = " with thoughts" if thoughts else ""
+            what = "" if thoughts == "none" else " with thoughts"
             raise UsageError(
                 f"the chat template writes earlier turns{what} otherwise than the model said them, once a {role} answers",
                 have=f"token {difference.place} of a conversation: {difference.whole!r} in the whole, {difference.in_parts!r} in parts",
                 want="the same token ids",
                 do="set rollout.environment.history=appended to train on conversations as they were said, or set model.chat_template to a template that keeps earlier turns",
             )
+    if not any(each.turns for each in compared.values()):
+        raise UsageError(
+            "it cannot be proven how the chat template writes earlier turns",
+            have="no turn of the model that has the same token ids alone and in the whole",
+            want="a template that opens the assistant's turn with add_generation_prompt",
+            do="set rollout.environment.history=appended if you know that it keeps earlier turns, or set model.chat_template",
+        )
 
 
-def _enveloped(calls: Sequence[Called]) -> list[dict[str, Any]]:
+def _places(text: str, marks: Sequence[str], start: int = 0) -> list[tuple[int, int]]:
+    """Return where the first of each mark begins and ends after `start`."""
+    found = [(text.find(mark, max(start, 0)), len(mark)) for mark in marks]
+    return [(place, place + length) for place, length in found if place >= 0]
+
+
+def _name(tool: Mapping[str, Any]) -> str:
+    return str(tool.get("function", tool)["name"])
+
+
+def call_id(number: int) -> str:
+    """Return the id of a call, by its number in the conversation. Mistral's templates want nine characters."""
+    return f"{number:09d}"
+
+
+def _enveloped(calls: Sequence[Called], earlier: int) -> list[dict[str, Any]]:
     return [
         {
-            "id": f"{number:09d}",
+            "id": call_id(earlier + number),
             "type": "function",
             "function": {"name": name, "arguments": arguments},
         }
@@ -318,10 +484,20 @@ def _enveloped(calls: Sequence[Called]) -> list[dict[str, Any]]:
     ]
 
 
-def _results(rng: random.Random, calls: Sequence[Called]) -> Iterator[Message]:
+def _results(rng: random.Random, calls: Sequence[Called], earlier: int) -> Iterator[Message]:
     for number, (name, _) in enumerate(calls):
-        content = json.dumps({"value": _some(rng)})
-        yield {"role": "tool", "name": name, "tool_call_id": f"{number:09d}", "content": content}
+        yield _result(earlier + number, name, json.dumps({"value": _some(rng)}))
+
+
+def _result(number: int, name: str, content: str) -> Message:
+    return {"role": "tool", "name": name, "tool_call_id": call_id(number), "content": content}
+
+
+def _called_before(names: Sequence[str], count: int) -> Iterator[Message]:
+    for number in range(count if names else 0):
+        call = _enveloped([(names[0], {})], number)
+        yield {"role": "assistant", "content": "", "tool_calls": call}
+        yield _result(number, names[0], "")
 
 
 def _some(rng: random.Random) -> str:

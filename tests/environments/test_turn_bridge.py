@@ -71,9 +71,13 @@ def test_a_conversation_needs_a_chat_template():
 def test_what_was_said_is_never_tokenized_again():
     tokenizer = calling_tokenizer()
     bridge = bridge_of(tokenizer, [MULTIPLY])
-    heard = bridge.following([("multiply", {"a": 3, "b": 4})], [{"role": "tool", "content": "12"}])
+    heard = bridge.following(
+        [("multiply", {"a": 3, "b": 4})],
+        [{"role": "tool", "content": "12"}],
+        ended_by=tokenizer.eos_token_id,
+    )
     assert tokenizer.decode(heard) == "\n<|im_start|>tool\n12<|im_end|>\n<|im_start|>assistant\n"
-    cut = bridge.following([], [{"role": "user", "content": "Go on."}], is_ended=False)
+    cut = bridge.following([], [{"role": "user", "content": "Go on."}], ended_by=None)
     assert tokenizer.decode(cut).startswith("<|im_end|>\n<|im_start|>user\nGo on.")
 
 
@@ -90,9 +94,15 @@ def test_text_of_an_environment_never_becomes_a_control_token(text):
     tokenizer = calling_tokenizer()
     bridge = bridge_of(tokenizer, [MULTIPLY])
     parts = [{"type": "text", "text": text}]
-    twice = bridge.following([], [{"role": "tool", "name": text, "content": parts}])
-    assert twice == bridge.following([], [{"role": "tool", "content": text}])
-    heard = bridge.following([], [{"role": "tool", "content": text}])
+    twice = bridge.following(
+        [], [{"role": "tool", "name": text, "content": parts}], ended_by=tokenizer.eos_token_id
+    )
+    assert twice == bridge.following(
+        [], [{"role": "tool", "content": text}], ended_by=tokenizer.eos_token_id
+    )
+    heard = bridge.following(
+        [], [{"role": "tool", "content": text}], ended_by=tokenizer.eos_token_id
+    )
     control = [*map(str, tokenizer.convert_ids_to_tokens(heard))]
     marks = [token for token in control if len(token) > 1]
     assert marks == ["<|im_start|>", "<|im_end|>", "<|im_start|>"]

@@ -18,7 +18,7 @@ import numpy as np
 
 from burnish.config.environment import EnvironmentConfig
 from burnish.data.messages import messages_of
-from burnish.data.turn_bridge import TurnBridge, prove_bridge, require_messages
+from burnish.data.turn_bridge import TurnBridge, call_id, prove_bridge, require_messages
 from burnish.environments.base import Action, Observation, ToolCall
 from burnish.environments.calls import Answered, Key, Step
 from burnish.environments.pool import EnvironmentPool
@@ -313,8 +313,8 @@ class Conversations:
         ids = said.token_ids[said.drawn].tolist()
         turn = self._bridge.read(ids)
         calls = tuple(
-            ToolCall(name, arguments, f"{number:09d}")
-            for number, (name, arguments) in enumerate(turn.calls)
+            ToolCall(name, arguments, call_id(number))
+            for number, (name, arguments) in enumerate(turn.calls, talk.calls)
         )
         allowed = calls[: max(self._config.max_calls - talk.calls, 0)]
         talk.calls += len(calls)
@@ -351,7 +351,12 @@ class Conversations:
             new = messages_of(list(observation.messages), name)
             calls = [(call.name, dict(call.arguments)) for call in action.calls]
             said = talk.parts[-1]
-            heard = self._bridge.following(calls, new, is_ended=self._bridge.ends(said.token_ids))
+            heard = self._bridge.following(
+                calls,
+                new,
+                ended_by=self._bridge.end_of(said.token_ids),
+                earlier=talk.calls - len(calls),
+            )
         except BurnishError as error:
             self._fail(talk, answer._replace(error=str(error)))
             return

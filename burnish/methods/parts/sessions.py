@@ -287,7 +287,7 @@ class Sessions(Conversations):
             return bridge.first(messages, "the request", foreign=True)
         new = messages_of(list(ask.messages[len(branch.known) :]), "the request")
         return branch.talk.ids + bridge.following(
-            branch.calls, new, is_ended=bridge.ends(branch.talk.ids)
+            branch.calls, new, ended_by=bridge.end_of(branch.talk.ids)
         )
 
     def _goes_on(self, branch: _Branch, messages: Sequence[Mapping[str, Any]]) -> bool:
