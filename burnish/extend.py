@@ -218,7 +218,7 @@ ADVANTAGES: Registry = {
     for name in (
         "grpo", "dr_grpo", "grpo_batch_std", "rloo", "opo", "gpg", "pass_at_k", "gdpo", "remax", "reinforce_plus_plus_baseline",
     )
-}  # fmt: skip
+} | {name: f"burnish.algorithms.turn_advantages:{name}" for name in ("turn_grpo", "gigpo")}  # fmt: skip
 """Functions of `algorithm.advantage`. `burnish.algorithms.critic` has those that differ among the tokens of a completion."""
 
 POLICY_LOSSES: Registry = {

@@ -24,6 +24,7 @@ from burnish.errors import BurnishError, UsageError
 from burnish.extend import ADVANTAGES, POLICY_LOSSES
 from burnish.functions import failure, guarded, load_function
 from burnish.records import Floats, MicroBatch
+from burnish.records.samples import Turn
 
 BY_TOKEN = ("gae", "reinforce_plus_plus")
 """Advantages that differ among the tokens of a completion (`burnish.algorithms.critic.gae`)."""
@@ -51,6 +52,8 @@ class ScoredRollouts:
     """By reward function or model: its unweighted values [N]; NaN where it gave none because it does not apply."""
     weights: Mapping[str, float] = field(default_factory=dict)
     """The weight of each part in the reward."""
+    turns_of_all: Callable[[], Sequence[Sequence[Turn]]] | None = None
+    """Exchanges the conversations' turns among all ranks. Collective. None without conversations."""
     greedy_rewards: Array | None = None
     """[N] rewards of the greedy completion of the same prompt. Burnish generates these only for `remax`."""
 
@@ -61,6 +64,18 @@ class ScoredRollouts:
             return tuple(np.asarray(row, np.float64) for row in self.penalties_of_all())
         zeros = {size: np.broadcast_to(0.0, size) for size in np.unique(self.lengths).tolist()}
         return tuple(zeros[size] for size in self.lengths.tolist())
+
+    @cached_property
+    def turns(self) -> tuple[tuple[Turn, ...], ...]:
+        """Each rollout's turns, whose rewards add up to its reward. What no turn has, such as that of a reward function, is the last one's."""
+        of_all = self.turns_of_all() if self.turns_of_all else [()] * len(self.rewards)
+        filled = []
+        numbers = zip(of_all, self.rewards.tolist(), self.lengths.tolist(), strict=True)
+        for own, reward, length in numbers:
+            *others, last = own or (Turn(length, reward, 0),)
+            rest = reward - sum(turn.reward for turn in others)
+            filled.append((*others, last._replace(reward=rest)))
+        return tuple(filled)
 
     def within_groups(self, formula: Callable[[Array], Array], values: Array) -> Array:
         """Apply `formula` to each group's part of `values` [N]."""

@@ -16,6 +16,7 @@ from burnish.algorithms.base import Array
 from burnish.algorithms.loss import Loss
 from burnish.config.schema import AggregationKind
 from burnish.records import Floats, MicroBatch, TokenOutputs
+from burnish.records.samples import Turn
 from burnish.tracking.stats import Mean, Stats
 
 
@@ -48,6 +49,7 @@ def gae(
     token_penalties: Sequence[Floats] | None,
     gamma: float,
     lam: float,
+    turns: Sequence[Sequence[Turn]] | None = None,
 ) -> Estimates:
     """Return generalized advantage estimates (arXiv 1506.02438, equations 11, 12 and 16).
 
@@ -56,7 +58,7 @@ def gae(
 
     `values[i][t]` is V(s_t), of the state in which token t was chosen. V is 0 after the last token,
     even of a truncated completion. r_t is -`token_penalties[i][t]`, plus `rewards[i]` at the last
-    token. REINFORCE++ (arXiv 2501.03262) has V = 0 and γ = λ = 1.
+    token. In a conversation, the last token of each of the `turns[i]` has the turn's reward, and the last one what is left of `rewards[i]`. REINFORCE++ (arXiv 2501.03262) has V = 0 and γ = λ = 1.
     """
     exact_values = [np.asarray(row, dtype=np.float64) for row in values]
     lengths = [len(row) for row in exact_values]
@@ -65,6 +67,11 @@ def gae(
     for i, (value, penalty) in enumerate(zip(exact_values, penalties, strict=True)):
         delta = gamma * np.append(value[1:], 0.0)[: len(value)] - value - penalty
         delta[-1:] += rewards[i]
+        if turns is not None and len(delta):
+            ends = np.cumsum([turn.tokens for turn in turns[i]], dtype=np.int64) - 1
+            paid = [turn.reward for turn in turns[i]]
+            np.add.at(delta, np.maximum(ends, 0), paid)
+            delta[-1] -= sum(paid)
         deltas[: lengths[i], i] = delta[::-1]
     running = np.zeros(len(lengths))
     for row in deltas:

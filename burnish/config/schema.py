@@ -50,6 +50,8 @@ AdvantageName = Literal[
     "opo",
     "gpg",
     "pass_at_k",
+    "turn_grpo",
+    "gigpo",
     "gdpo",
     "remax",
     "reinforce_plus_plus",
@@ -494,9 +496,23 @@ class GAESettings(Section):
     """The own settings of the advantage gae."""
 
     gamma: float = Field(1.0, ge=0, le=1)
-    """Discount of the reward per token."""
+    """Discount of later rewards: for each token with gae, else for each turn."""
     lam: float = Field(1.0, ge=0, le=1)
     """λ of generalized advantage estimation (arXiv 1506.02438). 0 trusts the critic, 1 the rewards."""
+
+
+class TurnGRPOSettings(Section):
+    """The own settings of the advantage turn_grpo."""
+
+    gamma: float = Field(1.0, ge=0, le=1)
+    """Discount of later rewards: for each token with gae, else for each turn."""
+
+
+class GiGPOSettings(TurnGRPOSettings):
+    """The own settings of the advantage gigpo."""
+
+    weight: float = Field(1.0, ge=0)
+    """Weight ω of the comparison of turns, beside that of whole conversations."""
 
 
 class FormulaConfig(Section):
@@ -567,7 +583,7 @@ class FormulaConfig(Section):
 class AdvantageConfig(FormulaConfig):
     """How rewards become advantages: a name, or a mapping with the name and the formula's own settings."""
 
-    own_settings = {"gae": GAESettings}
+    own_settings = {"gae": GAESettings, "turn_grpo": TurnGRPOSettings, "gigpo": GiGPOSettings}
     name: AdvantageName | FunctionName = "grpo"
     """The built-in advantage, or your own function: file.py:function or module:function. gae: with the critic of PPO."""
 

@@ -23,6 +23,7 @@ _PROMPT = np.dtype(
 )
 _INTEGERS = ("sample", "length", "drawn", "kind", "branch")
 _PART = "part/"
+_METRIC = "metric/"
 # Length of the arrays of one repeated value that stand for the tokens of other ranks' rollouts.
 _MOST_TOKENS = 1 << 40
 
@@ -38,6 +39,8 @@ class RolloutKind(NamedTuple):
     error: str | None
     parts: tuple[str, ...]
     """The names in `Rollout.reward_parts`."""
+    metrics: tuple[str, ...] = ()
+    """The names in `Rollout.metrics`."""
     end: End | None = None
 
 
@@ -50,7 +53,7 @@ class RolloutTable:
     groups: Column
     """[N] number of each rollout's group."""
     rows: Mapping[str, Column]
-    """[N] each: `_INTEGERS`, then fp64: reward (NaN: dropped), perhaps greedy (NaN: none), and parts of the reward (0: none)."""
+    """[N] each: `_INTEGERS`, then fp64: reward (NaN: dropped), perhaps greedy (NaN: none), parts of the reward and metrics (0: none)."""
     prompt_kinds: Sequence[tuple[bool, str]]
     """Of each kind of prompt: whether it is a chat, and its source."""
     kinds: Sequence[RolloutKind]
@@ -84,6 +87,7 @@ class RolloutTable:
                     None if experts is None else (experts.shape, experts.dtype.str),
                     rollout.reward_error,
                     tuple(rollout.reward_parts),
+                    tuple(rollout.metrics),
                     rollout.end,
                 )
                 number = kinds.setdefault(kind, len(kinds))
@@ -103,6 +107,9 @@ class RolloutTable:
         for name in dict.fromkeys(name for kind in kinds for name in kind.parts):
             values = [rollout.reward_parts.get(name, 0.0) for rollout in objects]
             columns[_PART + name] = np.array(values, np.float64)
+        for name in dict.fromkeys(name for kind in kinds for name in kind.metrics):
+            values = [rollout.metrics.get(name, 0.0) for rollout in objects]
+            columns[_METRIC + name] = np.array(values, np.float64)
         owners = [rollout.owner if owner is None else owner for rollout in objects]
         prompt_rows = np.array(prompts, _PROMPT)
         return cls(
@@ -342,6 +349,11 @@ class RolloutTable:
         there = self.by_kind(lambda kind: name in kind.parts) > 0
         return self.rows.get(_PART + name, np.zeros(len(there))), there
 
+    def metric(self, name: str) -> tuple[Column, Column]:
+        """Return [N] values of a conversation's number, 0 where it is missing, and [N] whether it is there."""
+        there = self.by_kind(lambda kind: name in kind.metrics) > 0
+        return self.rows.get(_METRIC + name, np.zeros(len(there))), there
+
     def of_rank(self, rank: int) -> list[int]:
         """Return the numbers of the rollouts that a rank has whole."""
         return np.flatnonzero((self.owners < 0) | (self.owners == rank)).tolist()
@@ -368,6 +380,7 @@ class RolloutTable:
         known: dict[str, Any] = {
             "reward": row["reward"],
             "reward_parts": {name: row[_PART + name] for name in kind.parts},
+            "metrics": {name: row[_METRIC + name] for name in kind.metrics},
             "greedy_reward": None if isnan(greedy) else greedy,
             "owner": None if owner < 0 else int(owner),
             "reward_error": kind.error,

@@ -226,6 +226,17 @@ class RewardCall:
     seconds: float
 
 
+class Turn(NamedTuple):
+    """A turn of the model in a conversation."""
+
+    tokens: int
+    """How many tokens the model drew."""
+    reward: float
+    """Sum of the rewards of the environment's answer."""
+    state: int
+    """Digest of what the environment said before the turn. Equal for turns before which it said the same."""
+
+
 class TurnSpan(NamedTuple):
     """When the model, the environment or a tool was busy with a turn of a conversation."""
 
@@ -252,7 +263,11 @@ class Rollout:
     reward: float = 0.0
     """Weighted sum of the values of reward functions and models; NaN if one failed and `reward.on_error` is drop."""
     reward_parts: Mapping[str, float] = field(default_factory=dict)
-    """Value of each reward function and model, by its name, and further numbers that functions returned, as FUNCTION/NAME."""
+    """Value of each reward function and model and of an environment's rewards, by name, and further numbers that functions returned, as FUNCTION/NAME."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Numbers of a conversation that are no reward, by name: its turns and calls, and what its environment reports."""
+    turns: tuple[Turn, ...] = ()
+    """The model's turns in a conversation. Empty: one turn has the whole reward."""
     greedy_reward: float | None = None
     """Reward of the greedy completion of the same prompt, if advantages compare with it (ReMax)."""
     reward_error: str | None = None

@@ -137,8 +137,11 @@ def rollout_stats(table: RolloutTable) -> Stats:
     for name in dict.fromkeys(name for kind in table.kinds for name in kind.parts):
         values, there = table.part(name)
         if there.any():
-            metric = name if name.startswith("environment/") else f"reward/parts/{name}"
-            stats[metric] = Mean(float(values.sum()), int(there.sum()))
+            stats[f"reward/parts/{name}"] = Mean(float(values.sum()), int(there.sum()))
+    for name in dict.fromkeys(name for kind in table.kinds for name in kind.metrics):
+        values, there = table.metric(name)
+        if there.any():
+            stats[f"environment/{name}"] = Mean(float(values.sum()), int(there.sum()))
     if any(kind.end for kind in table.kinds):
         ends = [table.kinds[number].end for number in table.rows["kind"].tolist()]
         for end in get_args(End):

@@ -20,7 +20,7 @@ from burnish.files.safetensors import build_header, header_size, parse_header
 from burnish.files.strict_json import clipped, parse_json
 from burnish.records import Completion, Prompt, Rollout
 from burnish.records.rollout_table import RolloutTable
-from burnish.records.samples import described_arrays, joined_arrays, split_arrays
+from burnish.records.samples import Turn, described_arrays, joined_arrays, split_arrays
 from burnish.rollout.in_flight import SampleKey
 from burnish.runs.drawn_batch import DrawnBatch
 from burnish.tracking.trackers import json_number, json_numbers, numbers
@@ -120,8 +120,17 @@ def _fields(rollout: Rollout) -> dict[str, Any]:
         "reward_parts": json_numbers(rollout.reward_parts),
         "greedy_reward": None if greedy is None else json_number(float(greedy)),
         "reward_error": rollout.reward_error,
-        **({"end": rollout.end, "conversation": rollout.conversation} if rollout.end else {}),
         **({"branch": rollout.branch} if rollout.branch else {}),
+        **(_of_conversation(rollout) if rollout.end else {}),
+    }
+
+
+def _of_conversation(rollout: Rollout) -> dict[str, Any]:
+    return {
+        "end": rollout.end,
+        "metrics": json_numbers(rollout.metrics),
+        "turns": rollout.turns,
+        "conversation": rollout.conversation,
     }
 
 
@@ -189,6 +198,11 @@ def _batch(number: int, step: CommittedStep, lines: bytes, tensors: bytes) -> Dr
                     reward_error=None if error is None else str(error),
                     end=row.get("end"),
                     branch=row.get("branch", 0),
+                    metrics=numbers(row.get("metrics", {})),
+                    turns=tuple(
+                        Turn(int(tokens), float(reward), int(state))
+                        for tokens, reward, state in row.get("turns", ())
+                    ),
                     conversation=tuple(row.get("conversation", ())),
                 )
             )

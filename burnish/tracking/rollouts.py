@@ -159,10 +159,15 @@ def _row(step: int, rollout: Rollout, advantage: float | None) -> Row:
         "length": rollout.completion.count_drawn,
         "weights_version": rollout.completion.weights_version,
         "source": rollout.prompt.source,
-        **({"end": rollout.end, "conversation": rollout.conversation} if rollout.end else {}),
+        **(_of_conversation(rollout) if rollout.end else {}),
         **({"branch": rollout.branch} if rollout.branch else {}),
         **({"later_versions": later} if (later := rollout.completion.later_versions) else {}),
     }
+
+
+def _of_conversation(rollout: Rollout) -> Row:
+    numbers = json_numbers(rollout.metrics)
+    return {"end": rollout.end, "metrics": numbers, "conversation": rollout.conversation}
 
 
 def _other_columns(prompt: Prompt) -> dict[str, str]:
@@ -313,11 +318,13 @@ def parse_rollout(line: bytes, place: str) -> Row:
 def sample_table(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return rows of samples with equal columns, for trackers that show tables. A conversation is written as text."""
     names = list(dict.fromkeys(name for row in rows for name in row.get("reward_parts", ())))
+    metrics = list(dict.fromkeys(name for row in rows for name in row.get("metrics", ())))
     columns = ("step", "prompt", "completion", "answer", "reward", "advantage", "stop_reason")
     table = [
         {name: row.get(name) for name in columns}
         | {"reward": None if row["reward"] == "NaN" else row["reward"]}  # a column has one type
-        | {_column(name): row.get("reward_parts", {}).get(name) for name in names}
+        | {f"reward/{name}": row.get("reward_parts", {}).get(name) for name in names}
+        | {f"environment/{name}": row.get("metrics", {}).get(name) for name in metrics}
         for row in rows
     ]
     if any(row.get("end") for row in rows):
@@ -328,7 +335,3 @@ def sample_table(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
             if shown["end"]:
                 shown["completion"] = conversation_text(row)
     return table
-
-
-def _column(part: str) -> str:
-    return part if part.startswith("environment/") else f"reward/{part}"

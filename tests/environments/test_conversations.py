@@ -151,9 +151,17 @@ def test_rewards_of_turns_are_added_by_name():
     assert right.reward == 1.25
     assert right.reward_parts["right"] == 1.0
     assert right.reward_parts["called"] == 0.25
-    assert right.reward_parts["environment/turns"] == 2
+    assert right.metrics["turns"] == 2
     assert wrong.reward == 0.0
     assert wrong.completion.response_mask is None
+
+
+def test_turns_have_their_tokens_rewards_and_states():
+    (right, wrong), *_ = play("Rewarding", [[CALL, "It is 12."], ["It is 13."]])
+    assert [turn.reward for turn in right.turns] == [0.25, 1.0]
+    assert [turn.tokens for turn in right.turns] == [len(CALL) + 1, len("It is 12.") + 1]
+    assert [turn.reward for turn in wrong.turns] == [0.0]
+    assert right.turns[0].state == wrong.turns[0].state != right.turns[1].state
 
 
 def test_parallel_calls_are_answered_in_order():
@@ -162,7 +170,7 @@ def test_parallel_calls_are_answered_in_order():
     heard = [message for message in rollout.conversation if message["role"] == "tool"]
     assert [message["content"] for message in heard] == ["12", "15"]
     assert not any(message.keys() & {"is_error", "began", "seconds"} for message in heard)
-    assert rollout.reward_parts["environment/calling_turns"] == 0.5
+    assert rollout.metrics["calling_turns"] == 0.5
     spans = [(span.kind, span.name, span.turn, span.error) for span in rollout.spans]
     assert spans == [
         ("environment", "environment", -1, None),
@@ -191,7 +199,7 @@ def test_errors_of_calls_are_told_to_the_model(line, told):
     assert "Error" in message["content"]
     assert told in message["content"]
     assert message["is_error"] is True
-    assert rollout.reward_parts["environment/failed_calls"] == 1
+    assert rollout.metrics["failed_calls"] == 1
     assert rollout.reward_error is None
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 from pathlib import Path
 
+import numpy as np
 import pytest
 from support.models.tokenizers import SPECIAL, char_tokenizer
 from support.runs.same_runs import assert_same
@@ -54,6 +55,37 @@ def test_conversations_are_trained_on(work):
 
 
 @pytest.mark.nightly
+def test_tokens_have_the_advantage_of_their_turn(work):
+    run = done(work, *RL, "name=by_turn", "steps=1", "algorithm.advantage=turn_grpo")
+    rows = rollouts(run, 1)
+    paid = {
+        (row["prompt_index"], row["sample"]): [
+            m["rewards"]["capitals"] for m in row["conversation"] if m["role"] == "assistant"
+        ]
+        for row in rows
+    }
+    known = 0
+    for row in rows:
+        tokens = row.get("tokens", {}).get("advantages")
+        if tokens is None:
+            continue
+        group = [turns for (prompt, _), turns in paid.items() if prompt == row["prompt_index"]]
+        wanted = []
+        said = [m for m in row["conversation"] if m["role"] == "assistant"]
+        for k, message in enumerate(said):
+            returns = [sum(turns[k:]) for turns in group]
+            own = sum(paid[row["prompt_index"], row["sample"]][k:])
+            spread = np.std(returns, ddof=1)
+            wanted += [(own - np.mean(returns)) / (spread + 1e-6) if spread else 0] * message[
+                "tokens"
+            ]
+        found = np.array(tokens)[row["tokens"]["by_model"]]
+        np.testing.assert_allclose(found, wanted, atol=1e-3)
+        known += 1
+    assert known
+
+
+@pytest.mark.nightly
 def test_it_learns(work):
     run = done(work, *RL, "name=learns", "steps=40", "optim.lr=0.02", "evaluation.every=0")
     rewards = [row["reward/mean"] for row in metrics(run) if "reward/mean" in row]
@@ -73,8 +105,9 @@ def test_it_learns(work):
         ],
         ["rollout.place=child"],
         ["rollout.environment.pace=free"],
+        ["algorithm.advantage=turn_grpo"],
     ],
-    ids=["grpo", "ppo", "by token", "child", "free"],
+    ids=["grpo", "ppo", "by token", "child", "free", "by turn"],
 )
 def test_two_processes_do_what_one_does(work, request, settings):
     name = request.node.callspec.id.replace(" ", "_")

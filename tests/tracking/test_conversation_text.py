@@ -44,7 +44,7 @@ def test_nothing_hidden_is_left(text: str) -> None:
 
 
 def test_tables_of_conversations_have_their_end_and_others_do_not(tmp_path) -> None:
-    (talk,) = sample_table([TALK | {"reward_parts": {"right": 1.0, "environment/turns": 1.0}}])
+    (talk,) = sample_table([TALK | {"reward_parts": {"right": 1.0}, "metrics": {"turns": 1.0}}])
     assert (talk["end"], talk["reward/right"], talk["environment/turns"]) == ("turns", 1.0, 1.0)
     assert talk["completion"].startswith("[assistant 1: called 0.25]")
     (plain,) = sample_table(ROWS)

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
+import xxhash
 
 from burnish.config.environment import EnvironmentConfig
 from burnish.data.messages import messages_of
@@ -27,6 +28,7 @@ from burnish.records import Completion, Prompt, Request, RewardCall, Rollout
 from burnish.records.samples import (
     End,
     StopReason,
+    Turn,
     TurnSpan,
     joined_completions,
     of_environment,
@@ -58,6 +60,10 @@ class _Conversation:
     """The environment's tokens after the last turn."""
     rewards: dict[str, float] = field(default_factory=dict)
     """Sums over the turns, by name."""
+    turn_rewards: list[float] = field(default_factory=list)
+    """Of each turn that was answered."""
+    states: list[int] = field(default_factory=list)
+    """A digest of what was heard before each turn."""
     metrics: dict[str, float] = field(default_factory=dict)
     """Sums over the turns, by name."""
     record: list[Mapping[str, Any]] = field(default_factory=list)
@@ -168,6 +174,7 @@ class Conversations:
             if answer.observation is None:
                 self._fail(talk, answer)
             else:
+                talk.states.append(_state(answer.observation.messages))
                 self._open(talk, answer.observation, sampling)
         return talks
 
@@ -302,6 +309,8 @@ class Conversations:
         rewards = _named(observation.rewards)
         _add(talk.rewards, rewards)
         _add(talk.metrics, observation.metrics)
+        if talk.turn_rewards:
+            talk.turn_rewards[-1] += float(sum(rewards.values()))
         said = [place for place, m in enumerate(talk.record) if m["role"] == "assistant"]
         if said and rewards:
             earlier = talk.record[said[-1]].get("rewards", {})
@@ -338,6 +347,8 @@ class Conversations:
     ) -> None:
         observation = answer.observation
         assert observation is not None
+        talk.turn_rewards.append(0.0)
+        talk.states.append(_state(observation.messages))
         self._take_rewards(talk, observation)
         talk.end = self._end(talk, action, observation)
         if talk.end is not None:
@@ -409,13 +420,20 @@ class Conversations:
         stop: StopReason = "length" if is_cut else "stop"
         completion = replace(completion, stop_reason=stop)
         text = self._bridge.text_of(completion.token_ids.tolist())
-        numbers = {f"environment/{name}": value for name, value in talk.metrics.items()}
-        numbers |= {
-            "environment/turns": float(talk.turns),
-            "environment/calls": float(talk.calls),
-            "environment/failed_calls": float(talk.failed_calls),
-            "environment/calling_turns": talk.calling / max(talk.turns, 1),
+        metrics = {
+            **talk.metrics,
+            "turns": float(talk.turns),
+            "calls": float(talk.calls),
+            "failed_calls": float(talk.failed_calls),
+            "calling_turns": talk.calling / max(talk.turns, 1),
         }
+        rewards = [*talk.turn_rewards, 0.0]  # a turn that the environment failed to answer has none
+        turns = [
+            Turn(part.count_drawn, reward, state)
+            for part, reward, state in zip(talk.parts, rewards, talk.states, strict=False)
+        ]
+        if len(turns) < len(talk.parts):  # an agent took turns that no step of its own rewards
+            turns = []
         reward = float(sum(talk.rewards.values()))
         began = completion.times[0] if completion.times else None
         seconds = sum(span.seconds for span in talk.spans if span.kind == "environment")
@@ -426,7 +444,9 @@ class Conversations:
             text,
             calls=(RewardCall("environment", reward, talk.error, began, seconds),),
             reward=reward,
-            reward_parts={**talk.rewards, **numbers},
+            reward_parts=talk.rewards,
+            metrics=metrics,
+            turns=tuple(turns),
             reward_error=talk.error,
             conversation=tuple(talk.record),
             spans=tuple(talk.spans),
@@ -479,6 +499,11 @@ def _unseen(message: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _named(rewards: Mapping[str, float] | float) -> Mapping[str, float]:
     return rewards if isinstance(rewards, Mapping) else {"reward": float(rewards)}
+
+
+def _state(messages: Sequence[Mapping[str, Any]]) -> int:
+    """Return a digest of what an environment says."""
+    return xxhash.xxh3_64_intdigest(json.dumps(messages, sort_keys=True).encode())
 
 
 def _add(sums: dict[str, float], values: Mapping[str, float]) -> None:

@@ -29,6 +29,7 @@ from burnish.errors import BurnishError
 from burnish.models.flops import ModelFlops
 from burnish.records import Batch, Example, Experts, Floats, Rollout, TokenOutputs
 from burnish.records.rollout_table import Column, RolloutTable
+from burnish.records.samples import Turn
 from burnish.records.seeds import derive_seed
 from burnish.tracking.stats import Stats
 
@@ -154,6 +155,10 @@ class PolicyUpdate:
                 of_all |= share or {}
             return [of_all.get(number, no_tokens) for number in numbers.tolist()]
 
+        def gathered_turns() -> list[tuple[Turn, ...]]:
+            of_all = self._turns(table)
+            return [of_all[number] for number in numbers.tolist()]
+
         parts = {name: table.part(name) for name in self.config.reward.part_names}
         greedy = table.greedy_rewards[numbers]
         scored = ScoredRollouts(
@@ -166,6 +171,7 @@ class PolicyUpdate:
                 for name, (values, is_given) in parts.items()
             },
             weights=_part_weights(self.config.reward),
+            turns_of_all=gathered_turns if _has_conversations(table) else None,
             greedy_rewards=None if np.isnan(greedy).any() else greedy,
         )
         result = advantages(self.advantage, scored)
@@ -202,12 +208,14 @@ class PolicyUpdate:
             formula.settings_as(GAESettings) if has_critic else GAESettings(gamma=1.0, lam=1.0)
         )
         values = self._values(table, batches) if has_critic else {}
+        turns = self._turns(table) if _has_conversations(table) else {}
         estimates = of_critic.gae(
             table.rewards[own],
             [values.get(n, np.zeros(lengths[n], np.float32)) for n in own],
             [penalties[n] for n in own] if penalties else None,
             gamma=settings.gamma,
             lam=settings.lam,
+            turns=[turns[n] for n in own] if turns else None,
         )
         # Whitening needs mean and variance over all ranks' tokens. Six sums per rollout are sent, and no tokens.
         own_sums = dict(zip(own, estimates.sums, strict=True))
@@ -219,6 +227,15 @@ class PolicyUpdate:
         columns["returns"] = dict(zip(own, estimates.returns, strict=True))
         columns["old_values"] = values
         return means, columns, of_critic.value_stats(sums, lengths).prefixed(f"{CRITIC}/")
+
+    def _turns(self, table: RolloutTable) -> dict[int, tuple[Turn, ...]]:
+        """Return the turns of all rollouts, which are conversations, by rollout. Collective."""
+        layout = self.engine.layout
+        own = {number: table.rollout(number).turns for number in table.of_rank(layout.rank)}
+        of_all = dict[int, tuple[Turn, ...]]()
+        for share in gather_objects(own, layout):
+            of_all |= share
+        return of_all
 
     def _values(self, table: RolloutTable, batches: Sequence[Batch]) -> dict[int, Floats]:
         """Return the critic's values of completion tokens, by rollout. Collective."""
@@ -404,6 +421,10 @@ class PolicyUpdate:
         rollout_of = np.append(numbers, -1)  # number examples as their rollouts; filler stays -1
         examples = tuple(tuple(rollout_of[[*micro]].tolist()) for micro in batch.examples)
         return replace(batch, examples=examples)
+
+
+def _has_conversations(table: RolloutTable) -> bool:
+    return any(kind.end for kind in table.kinds)
 
 
 def _scored_lengths(table: RolloutTable) -> Column:

@@ -98,7 +98,7 @@ export function conversationShown(row, shared) {
 }
 
 // Numbers that the environment reported of the conversation, without those that are shown elsewhere.
-export function numbersOf({reward_parts: parts}) {
+export function numbersOf({metrics}) {
   const known = ["turns", "calls", "failed_calls", "calling_turns"];
-  return Object.entries(parts ?? {}).filter(([name]) => name.startsWith("environment/") && !known.includes(name.slice(12))).map(([name, value]) => [name.slice(12), short(value)]);
+  return Object.entries(metrics ?? {}).filter(([name]) => !known.includes(name)).map(([name, value]) => [name, short(value)]);
 }

@@ -11,7 +11,7 @@ const FILTERS = ["kind", "text", "source", "from_step", "to_step", "prompt", "mi
 // What has a place of its own.
 const KNOWN = new Set([
   "id", "kind", "step", "prompt_index", "sample", "prompt", "completion", "answer", "reward", "reward_parts", "reward_error", "advantage", "stop_reason",
-  "length", "weights_version", "source", "columns", "tokens", "trace", "error", "end", "conversation", "later_versions",
+  "length", "weights_version", "source", "columns", "tokens", "trace", "error", "end", "metrics", "conversation", "later_versions",
 ]), MOST_OF_A_COLUMN = 400;
 const NAMES = {logprobs: "log-prob", advantages: "advantage", old_values: "old value"};
 const ONE_SIDED = ["logprobs", "entropy"], MOST_TOKENS = 4000, SHARED = 24, STRONGEST = 60;
@@ -70,7 +70,7 @@ function column(row, siblings, to, {wanted, most, shared}) {
     ["sample", row.sample], ["turns", talk.length ? count(talk.filter(({role}) => role === "assistant").length) : null], ["tokens", row.length && count(row.length)], ["ended by", talk.length ? null : row.stop_reason],
     ["advantage", row.advantage === undefined || row.advantage === null ? null : short(row.advantage)], ["weights", row.weights_version],
   ].filter(([, value]) => value !== null && value !== undefined);
-  const parts = Object.entries(row.reward_parts ?? {}).filter(([name]) => !name.startsWith("environment/")).map(([name, value]) => h("div", h("dt", words(name)), h("dd", rewardChip(value))));
+  const parts = Object.entries(row.reward_parts ?? {}).map(([name, value]) => h("div", h("dt", words(name)), h("dd", rewardChip(value))));
   const numbers = numbersOf(row).map(([name, value]) => h("div", h("dt", words(name)), h("dd", value)));
   return h("section.column",
     siblings.length > 1 ? h("nav.samples", {"aria-label": "Samples of this prompt"}, siblings.map(sample)) : null,

@@ -69,9 +69,8 @@ def made_talk(
     """A conversation of two turns, whose first calls a tool. Of its three tokens the environment wrote the second."""
     made = made_rollout(index, sample, calls=(RewardCall("environment", 1.25, None, 100.0, 0.75), *calls), **fields)  # fmt: skip
     completion = replace(made.completion, response_mask=np.array([True, False, True]))
-    numbers = {"environment/turns": 2.0, "environment/calls": 1.0, "environment/luck": 0.5}
-    parts = {**made.reward_parts, **numbers}
-    return replace(made, completion=completion, reward_parts=parts, conversation=tuple(record), spans=TURNS, end=end)  # fmt: skip
+    numbers = {"turns": 2.0, "calls": 1.0, "luck": 0.5}
+    return replace(made, completion=completion, metrics=numbers, conversation=tuple(record), spans=TURNS, end=end)  # fmt: skip
 
 
 def table_of(rollouts: Sequence[Rollout]) -> RolloutTable:
