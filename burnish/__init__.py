@@ -15,7 +15,14 @@ imported on first use.
 from burnish.version import __version__
 
 _OF_API = ("Result", "evaluate", "load_config", "rl", "run", "sft")
-_OF_ENVIRONMENTS = ("Action", "Environment", "EnvironmentFailure", "Observation", "ToolCall")
+_OF_ENVIRONMENTS = (
+    "Action",
+    "EndedConversation",
+    "Environment",
+    "EnvironmentFailure",
+    "Observation",
+    "ToolCall",
+)
 
 __all__ = [
     *_OF_API,

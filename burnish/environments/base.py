@@ -61,6 +61,21 @@ class Observation:
     """Whether the messages stand in place of the row's prompt. Only what `begin` returns may say so."""
 
 
+@dataclass(frozen=True, slots=True)
+class EndedConversation:
+    """A conversation that has ended, as `Environment.score_group` gets it."""
+
+    row: Mapping[str, Any]
+    sample: int
+    """Its number in the group."""
+    messages: Sequence[Message]
+    """What was said and heard after the row's prompt. Those of the model have `calls`, and `rewards` if there were any."""
+    rewards: Mapping[str, float]
+    """Sums over the turns, by name."""
+    end: str
+    """Why it ended."""
+
+
 class EnvironmentFailure(Exception):
     """The environment itself failed, and the model is not to blame: the rollout is dropped and gets no reward."""
 
@@ -135,6 +150,15 @@ class Environment:
     def score(self) -> Mapping[str, float] | float:
         """Return rewards of the conversation, once it has ended for whatever reason but a failure. They are added to those of its turns."""
         return {}
+
+    def score_group(
+        self, conversations: Sequence[EndedConversation]
+    ) -> Sequence[Mapping[str, float] | float]:
+        """Return further rewards of each conversation with one prompt, once all have ended, to compare them with each other.
+
+        It is called on an object of its own. Conversations whose environment failed are left out. The last turn gets the reward.
+        """
+        return [{} for _ in conversations]
 
     def close(self) -> None:
         """Free what the conversation holds."""

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from burnish.environments.base import Action, Observation
+from burnish.environments.base import Action, EndedConversation, Observation
 
 Key = tuple[int, int]
 """A conversation: its prompt's key and its sample."""
@@ -74,7 +74,15 @@ class Close(NamedTuple):
     key: Key
 
 
-Asked = Begin | Step | Score
+class ScoreGroup(NamedTuple):
+    """Make an environment and call its `score_group`."""
+
+    key: Key
+    """The prompt's key, and a sample that no conversation has."""
+    conversations: Sequence[EndedConversation]
+
+
+Asked = Begin | Step | Score | ScoreGroup
 """What has an answer."""
 Call = Asked | Close
 
@@ -91,6 +99,8 @@ class Answered(NamedTuple):
     """In seconds since 1970; None if the call was never made."""
     notes: Sequence[Mapping[str, Any]] = ()
     """What each message says of a tool's call and the model does not see: `is_error`, `began` and `seconds`."""
+    rewards: Sequence[Mapping[str, float]] = ()
+    """Of a group: the further rewards of each conversation."""
 
 
 class Described(NamedTuple):
@@ -102,3 +112,5 @@ class Described(NamedTuple):
     """The rows that it brings; None: it was not asked, or has none."""
     scores: bool = False
     """Whether its conversations have a `score`."""
+    scores_groups: bool = False
+    """Whether it has a `score_group` of its own."""

@@ -25,7 +25,7 @@ from typing import Any, Literal, Self
 
 from burnish.config.environment import EnvironmentConfig
 from burnish.distributed.environment import environ_of_child, kill_descendants
-from burnish.environments.base import Action
+from burnish.environments.base import Action, EndedConversation
 from burnish.environments.calls import (
     AgentReply,
     Answered,
@@ -35,6 +35,7 @@ from burnish.environments.calls import (
     Described,
     Key,
     Score,
+    ScoreGroup,
     Step,
 )
 from burnish.errors import BurnishError, UsageError
@@ -106,6 +107,12 @@ class EnvironmentPool:
     def score(self, keys: Sequence[Key], check: Check = lambda: None) -> dict[Key, Answered]:
         """Return the rewards of conversations that have ended; nothing if the class has none to give."""
         return self._run([Score(key) for key in keys] if self.described.scores else [], check)
+
+    def score_groups(
+        self, groups: Mapping[Key, Sequence[EndedConversation]], check: Check = lambda: None
+    ) -> dict[Key, Answered]:
+        """Let the class compare the ended conversations of each group; return its answers."""
+        return self._run([ScoreGroup(key, ended) for key, ended in groups.items()], check)
 
     def end(self, keys: Sequence[Key]) -> None:
         """Close environments."""
@@ -192,7 +199,7 @@ class EnvironmentPool:
         if received is not None:
             call, answer = received
             answers[call.key] = answer
-            if answer.observation is not None:
+            if answer.observation is not None and not isinstance(call, ScoreGroup):
                 self._history.setdefault(call.key, []).append((call, answer))
 
     def _one_by_one(self, place: int, calls: Sequence[Asked], answers: dict[Key, Answered]) -> None:
@@ -206,7 +213,7 @@ class EnvironmentPool:
             answers[call.key] = answer
             if answer.observation is None:
                 self._history.pop(call.key, None)
-            else:
+            elif not isinstance(call, ScoreGroup):
                 self._history.setdefault(call.key, []).append((call, answer))
 
     def _discard(self, place: int, error: Exception) -> str:

@@ -28,6 +28,7 @@ from burnish.environments.calls import (
     Described,
     Key,
     Score,
+    ScoreGroup,
     Step,
 )
 from burnish.errors import BurnishError, UsageError
@@ -109,8 +110,12 @@ def description_of(make: Any, name: str, kwargs: Mapping[str, Any]) -> Described
         raise UsageError(
             f"two tools of {name} have one name", have=twice[0], do="rename one of them"
         )
-    scores = getattr(make, "score", Environment.score) is not Environment.score
-    return Described(schemas, None, scores)
+    return Described(schemas, None, _overrides(make, "score"), _overrides(make, "score_group"))
+
+
+def _overrides(make: Any, method: str) -> bool:
+    """Whether a class has a method of its own, and not that of `Environment`."""
+    return getattr(make, method, None) not in (None, getattr(Environment, method))
 
 
 def brought_by(
@@ -174,6 +179,8 @@ def serve(
                 result = environments[call.key].begin(call.row, call.seed)
             elif isinstance(call, Score):
                 result = environments[call.key].score()
+            elif isinstance(call, ScoreGroup):
+                result = make().score_group(call.conversations)
             else:
                 result = environments[call.key].step(call.action)
         except MemoryError:
@@ -206,6 +213,8 @@ async def _awaited(
 
 def _answer(call: Asked, result: Any, began: float) -> Answered:
     key = call.key
+    if isinstance(call, ScoreGroup):
+        return _scored(call, result, began)
     try:
         if result is None and isinstance(call, Step):
             raise TypeError("`step` returned None")
@@ -225,6 +234,18 @@ def _answer(call: Asked, result: Any, began: float) -> Answered:
     except Exception as error:  # noqa: BLE001 - of a user's objects
         return _ended(key, None, f"an answer that is no burnish.Observation: {error!s:.500}", began)
     return _ended(key, observation, None, began, notes)
+
+
+def _scored(call: ScoreGroup, result: Any, began: float) -> Answered:
+    try:
+        rewards = [_numbers(values) for values in result]
+    except (TypeError, ValueError) as error:
+        return _ended(call.key, None, f"score_group returned no rewards: {error}", began)
+    count = len(call.conversations)
+    if len(rewards) != count:
+        problem = f"score_group returned {len(rewards)} rewards for {count} conversations"
+        return _ended(call.key, None, problem, began)
+    return _ended(call.key, Observation(), None, began)._replace(rewards=rewards)
 
 
 def _ended(

@@ -134,6 +134,22 @@ class NoEnvironment:
     """Lacks all methods."""
 
 
+class Compared(Counting):
+    """Pays each conversation for the others of its group that said less."""
+
+    def score_group(self, conversations):
+        """Compare what was said in the last turn; "mute" breaks it."""
+        said = [
+            [m["content"] for m in each.messages if m["role"] == "assistant"][-1]
+            for each in conversations
+        ]
+        if "mute" in said:
+            return [0.0]
+        if "break" in said:
+            raise ValueError("a tie")
+        return [{"longer": sum(len(own) > len(other) for other in said)} for own in said]
+
+
 class Capitals(burnish.Environment):
     """Three turns; each is rewarded for its share of capital letters."""
 

@@ -164,6 +164,25 @@ def test_turns_have_their_tokens_rewards_and_states():
     assert right.turns[0].state == wrong.turns[0].state != right.turns[1].state
 
 
+def test_a_group_is_compared_once_all_have_ended():
+    scripts = [["a"] * 3, ["a", "a", "abc"], ["a", "fail"], ["ab"] * 3]
+    one, two, failed, three = play("Compared", scripts)[0]
+    # Each turn of a conversation that counts to three is paid 1.
+    assert [each.reward for each in (one, two, three)] == [3.0, 5.0, 4.0]
+    assert [turn.reward for turn in two.turns] == [1.0, 1.0, 3.0]
+    assert two.reward_parts == {"reward": 3.0, "longer": 2.0}
+    last = [m for m in two.conversation if m["role"] == "assistant"][-1]
+    assert last["rewards"] == {"reward": 1.0, "longer": 2.0}
+    assert failed.end == "failed"
+
+
+@pytest.mark.parametrize("word", ["mute", "break"])
+def test_a_group_that_cannot_be_compared_fails(word):
+    rollouts, *_ = play("Compared", [["a"] * 3, ["a", "a", word]])
+    assert [rollout.end for rollout in rollouts] == ["failed"] * 2
+    assert all("score_group" in r.reward_error or "a tie" in r.reward_error for r in rollouts)
+
+
 def test_parallel_calls_are_answered_in_order():
     other = CALL.replace("4", "5")
     (rollout,), *_ = play("Calculator", [[f"{CALL}\n{other}", "Done."]])

@@ -114,7 +114,7 @@ def test_an_agent_s_tool_loop_gives_the_tokens_of_an_environment():
         for number in range(each.samples)
     ]
     assert [rollout.reward for rollout in ours] == [1.0, 0.0, 0.0]
-    assert [rollout.reward_parts["environment/branches"] for rollout in ours] == [0, 0, 0]
+    assert [rollout.metrics["branches"] for rollout in ours] == [0, 0, 0]
 
 
 @pytest.mark.nightly
@@ -153,7 +153,7 @@ def test_parts_that_ask_at_the_same_time_draw_the_same_in_each_order():
     for order in ([["a", 0], ["b", 0.2], ["c", 0.1]], [["a", 0.2], ["b", 0], ["c", 0.1]]):
         rollouts, generate, tokenizer = hold("parts", [["x", "x", "x", "x"]], row={"order": order})
         assert [rollout.branch for rollout in rollouts] == [0, 1, 2]
-        assert {rollout.reward_parts["environment/branches"] for rollout in rollouts} == {2}
+        assert {rollout.metrics["branches"] for rollout in rollouts} == {2}
         assert [len(said(rollout, tokenizer)) for rollout in rollouts] == [2, 1, 1]
         sequences.add(
             tuple(

@@ -20,7 +20,7 @@ import xxhash
 from burnish.config.environment import EnvironmentConfig
 from burnish.data.messages import messages_of
 from burnish.data.turn_bridge import TurnBridge, call_id, prove_bridge, require_messages
-from burnish.environments.base import Action, Observation, ToolCall
+from burnish.environments.base import Action, EndedConversation, Observation, ToolCall
 from burnish.environments.calls import Answered, Key, Step
 from burnish.environments.pool import EnvironmentPool
 from burnish.errors import BurnishError
@@ -143,6 +143,9 @@ class Conversations:
         except BaseException:
             self._pool.end([talk.key for talk in talks])
             raise
+        if self._pool.described.scores_groups:
+            with self._spans("environment"):
+                self._score_groups(everyone, check)
         rollouts = iter(everyone)
         return [
             self._finished([next(rollouts) for _ in range(request.samples)]) for request in requests
@@ -303,6 +306,22 @@ class Conversations:
                 self._fail(talk, answer)
                 continue
             self._take_rewards(talk, answer.observation)
+
+    def _score_groups(self, talks: Sequence[_Conversation], check: Callable[[], None]) -> None:
+        """Let the environment compare the conversations of each prompt, and add its rewards to the last turns."""
+        groups: dict[Key, list[_Conversation]] = {}
+        for talk in talks:
+            if talk.end not in (None, "failed"):
+                groups.setdefault((talk.key[0], -1), []).append(talk)
+        ended = {key: [_as_ended(talk) for talk in group] for key, group in groups.items()}
+        asked = time.time()
+        for key, answer in self._pool.score_groups(ended, check).items():
+            for place, talk in enumerate(groups[key]):
+                _note(talk, answer, asked)
+                if answer.observation is None:
+                    self._fail(talk, answer)
+                else:
+                    self._take_rewards(talk, Observation(rewards=answer.rewards[place]))
 
     def _take_rewards(self, talk: _Conversation, observation: Observation) -> None:
         """Add rewards and numbers, and note the rewards at what the model said last."""
@@ -499,6 +518,12 @@ def _unseen(message: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _named(rewards: Mapping[str, float] | float) -> Mapping[str, float]:
     return rewards if isinstance(rewards, Mapping) else {"reward": float(rewards)}
+
+
+def _as_ended(talk: _Conversation) -> EndedConversation:
+    messages = tuple(talk.record)
+    rewards = dict(talk.rewards)
+    return EndedConversation(talk.prompt.columns, talk.sample, messages, rewards, str(talk.end))
 
 
 def _state(messages: Sequence[Mapping[str, Any]]) -> int:
