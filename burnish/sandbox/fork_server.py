@@ -111,7 +111,9 @@ def _new_user_namespace() -> bool:
     if own == 0:
         helper = os.fork()
         if helper == 0:
-            os.read(go, 1)
+            os.close(ready)  # so that the end of the parent ends this process too
+            if not os.read(go, 1):
+                os._exit(1)
             try:
                 for name in ("gid_map", "uid_map"):
                     _write(f"/proc/{parent}/{name}", f"0 0 1\n{_INSIDE} {_NOBODY} 1")
