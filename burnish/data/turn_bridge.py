@@ -150,7 +150,7 @@ class TurnBridge:
         Raises `UsageError` if the template refuses the messages.
         """
         stood, texts = self._with_stand_ins([*({"name": name} for name, _ in calls), *new])
-        called = [(each["name"], {}) for each in stood[: len(calls)]]
+        called: list[Called] = [(each["name"], {}) for each in stood[: len(calls)]]
         text = self._answered(called, stood[len(calls) :], earlier)
         start, end = self._end_of_turn(text)
         is_ended = ended_by is not None and (
