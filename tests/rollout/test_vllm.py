@@ -132,7 +132,7 @@ def test_the_built_in_generator_samples_the_same_before_and_after_new_weights(
         ours, oracle = vllm(engines, model, version=version), builtin(model, slots=16)
         for sampling in SAMPLINGS:
             found = ours.generate(requests, sampling)
-            assert_same(found, oracle.generate(requests, sampling), atol=2e-5)
+            assert_same(found, oracle.generate(requests, sampling), atol=5e-5)
             assert {c.weights_version for c in chain(*found)} == {version}
         request, group = requests[2], ours.generate(requests, SAMPLINGS[0])[2]
         for each in group:
