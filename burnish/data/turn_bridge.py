@@ -30,7 +30,8 @@ _HEARD = "qzjxheard"
 """Words that no template has. They stand for what was said and heard."""
 _ASKED: Message = {"role": "user", "content": "hello"}
 _CONVERSATIONS = 20
-_OPENS, _CLOSES = "<think>", "</think>"
+_OPENS = "<think>"
+_CLOSES = "</think>"
 _WORDS = ("seven", "17", "the blue box", "x = 3", "Ωmega", "\nnext line", '{"a": 1}', "end.")
 
 

@@ -167,7 +167,7 @@ class UnreadWords:
                 )
         lost = None if "tools" in self.warnings else missing([*_tool_words(tools or [])], text)
         if lost is not None:
-            what = f"the chat template leaves out words of the tools of {name}, and perhaps of others: {lost!r:.80}"
+            what = f"the chat template leaves out words of 'tools' or 'functions' in {name}, and perhaps in others: {lost!r:.80}"
             self.note("tools", what)
 
     def note(self, key: str, sentence: str) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -137,10 +139,7 @@ def test_losses_at_selected_tokens(make_case) -> None:
     case = make_case()
     mask = case.micro.loss_mask
     selected = torch.arange(len(mask)) % 3 == 0
-    micro = case.micro.__class__(
-        **{name: getattr(case.micro, name) for name in case.micro.__slots__}
-        | {"selected": selected}
-    )
+    micro = replace(case.micro, selected=selected)
     new = case.outputs.logprobs
     config = AlgorithmConfig()
     plain = policy_loss.ppo(new, micro, config, PPOSettings()).loss

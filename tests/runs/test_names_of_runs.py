@@ -134,7 +134,7 @@ def test_a_run_is_read_from_any_directory(
 
 
 @pytest.mark.parametrize(
-    "words", [["dpo"], ["kto"], ["grpo", "x.yaml"], ["ckpt", "list"], ["config", "x"]]
+    "words", [["ppo"], ["kto"], ["grpo", "x.yaml"], ["ckpt", "list"], ["config", "x"]]
 )
 def test_an_unknown_command(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(words) == 2

@@ -329,10 +329,21 @@ def groups_of(draw: st.DrawFn, routed: bool) -> list[list[Rollout]]:
             version = draw(st.integers(0, 9))
             made = Completion(tokens, *both, reason, version, experts if routed and rows else None)
             parts = draw(st.dictionaries(TEXTS, NUMBERS, max_size=2))
-            greedy = draw(st.none() | NUMBERS)
-            error = draw(st.none() | TEXTS)
-            rest = (draw(TEXTS), draw(NUMBERS), parts, greedy, error)
-            group.append(Rollout(prompt, sample, made, *rest))
+            end = draw(st.sampled_from([None, "done"]))  # only conversations have one, and metrics
+            metrics = draw(st.dictionaries(TEXTS, NUMBERS, max_size=2)) if end else {}
+            rollout = Rollout(
+                prompt,
+                sample,
+                made,
+                draw(TEXTS),
+                draw(NUMBERS),
+                parts,
+                metrics=metrics,
+                end=end,
+                greedy_reward=draw(st.none() | NUMBERS),
+                reward_error=draw(st.none() | TEXTS),
+            )
+            group.append(rollout)
         groups.append(group)
     return groups
 

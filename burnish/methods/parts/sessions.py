@@ -279,7 +279,11 @@ class Sessions(Conversations):
         if ask.token_ids is not None:
             strange = [token for token in ask.token_ids if not 0 <= token < self._vocabulary]
             if strange:
-                raise UsageError(f"token_ids: the model has no token {strange[0]}")
+                raise UsageError(
+                    f"token_ids: the model has no token {strange[0]}",
+                    want=f"ids from 0 to {self._vocabulary - 1}",
+                    do="use the tokenizer of the model that is trained",
+                )
             return list(ask.token_ids)
         bridge = self._bridges[tools]
         if branch is None:

@@ -20,6 +20,7 @@ class Collected:
     check: Any = field(default=lambda: None)
     partial: Any = None
     stragglers: Any = None
+    conversations: Any = None
     groups: Any = ()
     """What it collects, whatever it is asked for."""
     offloaded = nullcontext
