@@ -61,8 +61,8 @@ def environ(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, str]:
 BY_NIGHT = tuple(
     f"docs/guides/{name}.md"
     for name in (
-        *("clusters", "code-rewards", "data", "evaluation", "extending"),
-        *("from-trl", "generators", "megatron", "tracking"),
+        *("add-a-method", "agents", "clusters", "code-rewards", "data", "evaluation", "extending"),
+        *("from-trl", "generators", "megatron", "preferences", "reward-models", "tracking"),
     )
 )
 """Pages whose blocks take long."""

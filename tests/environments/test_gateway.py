@@ -93,6 +93,7 @@ def hold(name, scripts, *, messages=ASKED, timeout=60.0, max_tokens=1000, **sett
     return rollouts, generate, tokenizer
 
 
+@pytest.mark.nightly
 def test_an_agent_s_tool_loop_gives_the_tokens_of_an_environment():
     scripts = [[CALL, "It is 12."], [f"{CALL}\n{CALL}", CALL, "13"], ["no"]]
     theirs, drawn, _, tools = play("Calculator", scripts)

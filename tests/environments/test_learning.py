@@ -32,6 +32,7 @@ def validated(run: Path) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
     return rows[0], rows[-1]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("example", [("calculator", "products.py", 40)], indirect=True)
 def test_the_calculator_runs(example):
     files = "examples/calculator"

@@ -152,7 +152,7 @@ def test_interrupted_equals_uninterrupted(lora, alone):
 @pytest.mark.parametrize(
     "setting",
     [
-        "publish=merged",
+        pytest.param("publish=merged", marks=pytest.mark.nightly),
         pytest.param("publish=adapter", marks=pytest.mark.nightly),
         pytest.param("modules_to_save=[embed_tokens, norm]", marks=pytest.mark.nightly),
     ],

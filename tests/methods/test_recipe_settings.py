@@ -44,9 +44,7 @@ def test_a_run_counts_in_shares_and_epochs(work):
     assert [each.step for each in committed(run / "checkpoints")] == [3, 6]
 
 
-@pytest.mark.parametrize(
-    "weights", by_day([[], ["data.weights=[1, 1]"]], [["data.weights=[1, 1]"]])
-)
+@pytest.mark.parametrize("weights", by_day([[], ["data.weights=[1, 1]"]], [[]]))
 def test_rows_that_are_held_out_never_train(work, weights):
     """Of two files with equal rows, in all epochs and on any number of processes; a killed run goes on with the same rows."""
     rows = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(4) for b in range(4)]

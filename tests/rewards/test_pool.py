@@ -392,6 +392,7 @@ def test_a_function_that_ends_its_process_on_everything_is_given_up(
     assert sum("given up" in error for error in errors) == 8
 
 
+@pytest.mark.nightly
 def test_a_process_that_ends_once_changes_no_reward(make_pool, texts, tmp_path: Path) -> None:
     """However it ends, also for calls about many completions and for async functions."""
     said = [str(i) for i in range(8)]

@@ -462,6 +462,7 @@ def in_peace(work: Path) -> Path:
     return done(work, *AHEAD, "name=peace")
 
 
+@pytest.mark.nightly
 def test_killed_after_every_step(work: Path, in_peace: Path) -> None:
     assert drawn_by(in_peace) == [0, 0, 0, 1, 2, 3]
     argv = [*AHEAD, "name=killed"]
