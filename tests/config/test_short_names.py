@@ -100,6 +100,7 @@ def test_python_takes_short_names_and_no_file(
 def test_a_short_name_means_all_that_end_in_it() -> None:
     assert meant_by("temperature") == ["rollout.temperature", "evaluation.temperature"]
     assert meant_by("lora") == ["model.lora"]
-    assert meant_by("weight") == ["reward.functions[].weight", "reward.models[].weight"]
+    rewards = ["reward.functions[].weight", "reward.models[].weight"]
+    assert meant_by("weight") == [*rewards, "algorithm.advantage.weight"]
     assert meant_by("rollout.n") == ["rollout.n"]
     assert meant_by("nothing") == meant_by("model_dtype") == []
