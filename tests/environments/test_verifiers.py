@@ -28,7 +28,7 @@ RL = [
 VERIFIERS = [
     "rollout.environment.verifiers=sums_taskset",
     "rollout.environment.kwargs={agent: {runtime: {type: subprocess}}, taskset: {size: 6}, renderer: {name: default}}",
-    "rollout.environment.timeout_seconds=120",
+    "rollout.environment.timeout_seconds=300",
     "rollout.environment.workers=2",
 ]
 
@@ -64,7 +64,13 @@ def test_a_task_set_of_verifiers_is_trained_on(work: Path):
 def test_the_client_of_openai_is_an_agent(work: Path):
     (work / "loop.py").write_text(OPENAI)
     argv = [part for part in RL if part != "data.train=[]"]
-    run = done(work, *argv, "data.string_prompts=user", "rollout.environment.agent=loop.py:loop")
+    run = done(
+        work,
+        *argv,
+        "data.string_prompts=user",
+        "rollout.environment.agent=loop.py:loop",
+        "rollout.environment.timeout_seconds=300",
+    )
     assert {row["end"] for row in rollouts(run, 3)} <= {"done", "length"}
     assert metrics(run)[-1]["environment/turns"] == 2
 
