@@ -191,7 +191,7 @@ class Conversations:
         talk.ids = self._bridge.first([*before, *new], name)
         talk.opening = len(talk.ids)
         talk.record += new
-        if _room(talk, sampling) < 1:
+        if tokens_left(talk, sampling) < 1:
             talk.end = "length"
 
     def _play_freely(
@@ -246,7 +246,7 @@ class Conversations:
                     samples=len(alike),
                     first_sample=talk.sample,
                     turn=talk.turns,
-                    max_tokens=_room(talk, sampling),
+                    max_tokens=tokens_left(talk, sampling),
                     prompt=talk.prompt,
                 )
             )
@@ -390,7 +390,7 @@ class Conversations:
         except BurnishError as error:
             self._fail(talk, answer._replace(error=str(error)))
             return
-        if len(heard) > self._config.max_reply_tokens or len(heard) >= _room(talk, sampling):
+        if len(heard) > self._config.max_reply_tokens or len(heard) >= tokens_left(talk, sampling):
             talk.end = "length"
             talk.record += map(_unseen, new)
             return
@@ -486,7 +486,7 @@ def _alike(talks: Sequence[_Conversation]) -> list[list[_Conversation]]:
     return groups
 
 
-def _room(talk: _Conversation, sampling: Sampling) -> int:
+def tokens_left(talk: _Conversation, sampling: Sampling) -> int:
     """Return how many tokens are left after the row's prompt. What an environment says first counts too, as memory is planned so."""
     return sampling.max_tokens - (len(talk.ids) - len(talk.prompt.token_ids))
 

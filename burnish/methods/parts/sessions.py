@@ -23,12 +23,12 @@ import numpy as np
 from burnish.config.environment import EnvironmentConfig
 from burnish.data.messages import THOUGHTS, Message, called, messages_of
 from burnish.data.tool_calls import Called
-from burnish.data.turn_bridge import TurnBridge, prove_bridge, proven_bridge
+from burnish.data.turn_bridge import TurnBridge, call_id, prove_bridge, proven_bridge
 from burnish.environments.base import Observation
 from burnish.environments.calls import AgentReply, Answered, Ask, Asking, Key
 from burnish.environments.pool import EnvironmentPool
 from burnish.errors import UsageError
-from burnish.methods.parts.conversations import Conversations, Generate, Measure
+from burnish.methods.parts.conversations import Conversations, Generate, Measure, tokens_left
 from burnish.records import Completion, Request, Rollout
 from burnish.records.samples import End, digest_of
 from burnish.records.seeds import derive_seed
@@ -179,7 +179,7 @@ class Sessions(Conversations):
         ):
             replies[place] = self._reply(branch, ask, request, said)
             talk = branch.talk
-            if said.stop_reason == "length" and request.max_tokens == _room(talk, sampling):
+            if said.stop_reason == "length" and request.max_tokens == tokens_left(talk, sampling):
                 session.limit = "length"
             self._said(talk, said, began)
             branch.is_asked = False
@@ -344,8 +344,8 @@ class Sessions(Conversations):
         text = bridge.text_of(ids)
         branch.calls = turn.calls
         calls = tuple(
-            (f"{talk.calls + number:09d}", name, _text(arguments))
-            for number, (name, arguments) in enumerate(turn.calls)
+            (call_id(number), name, _text(arguments))
+            for number, (name, arguments) in enumerate(turn.calls, talk.calls)
         )
         talk.calls += len(calls)
         talk.calling += bool(calls)
@@ -417,7 +417,7 @@ class Sessions(Conversations):
 
 def _request(branch: _Branch, ask: Ask, sampling: Sampling) -> Request:
     talk = branch.talk
-    room = _room(talk, sampling)
+    room = tokens_left(talk, sampling)
     return Request(
         talk.key[0],
         np.array(talk.ids, np.int64),
@@ -451,10 +451,6 @@ def _alike(request: Request) -> tuple[Any, ...]:
 def _place(branch: _Branch) -> tuple[int, int]:
     """Order branches by what the model said, whichever began first."""
     return -sum(part.count_drawn for part in branch.talk.parts), branch.root
-
-
-def _room(talk: Any, sampling: Sampling) -> int:
-    return int(sampling.max_tokens - (len(talk.ids) - len(talk.prompt.token_ids)))
 
 
 def _text(value: Any) -> str:
