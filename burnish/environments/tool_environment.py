@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -17,12 +18,12 @@ from burnish.environments.base import (
 )
 
 
-class ToolEnvironment(Environment):
+class ToolEnvironment(Environment, ABC):
     """Calls tools until a turn has no call. A subclass says how a tool is called; the calls of a turn wait together."""
 
+    @abstractmethod
     async def use(self, name: str, arguments: Mapping[str, Any]) -> str | Sequence[Any]:
         """Call a tool, and return the content of its message. What it raises is told to the model."""
-        raise NotImplementedError
 
     def told(self, error: Exception) -> str:
         """Return what the model hears of a tool's error."""
