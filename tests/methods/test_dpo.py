@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import signal
 from pathlib import Path
 
 import numpy as np
 import pytest
 from support.nightly import by_day
-from support.runs.preferences import PAIRS, SETTINGS, load_model, near, trained_by_torch
+from support.runs.preferences import PAIRS, begin_pairs, load_model, near, trained_by_torch
 from support.runs.same_runs import assert_same
 from support.runs.training_files import (
     At,
     burnish,
     done,
-    make_files,
     metrics,
     ranks,
     write_rows,
@@ -33,11 +31,7 @@ LAYOUTS = {
 @pytest.fixture(scope="module")
 def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
     work = tmp_path_factory.mktemp("dpo")
-    make_files(work)
-    write_rows(work / "pairs.jsonl", PAIRS)
-    start = done(work, "sft", "sft.yaml", "name=start", "steps=1", "optim.lr=0")
-    model = {"path": f"{start}/checkpoints/step-00000001/model"}
-    (work / "dpo.yaml").write_text(json.dumps({**SETTINGS, "model": model}))
+    begin_pairs(work, "dpo.yaml")
     return work
 
 

@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-import json
 import signal
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from support.nightly import by_day
-from support.runs.preferences import PAIRS, SETTINGS, STEPS, load_model, near
+from support.runs.preferences import PAIRS, STEPS, begin_pairs, load_model, near
 from support.runs.same_runs import assert_same
 from support.runs.training_files import (
     At,
     burnish,
     done,
-    make_files,
     metrics,
     ranks,
     rollouts,
-    write_rows,
 )
 from torch.nn.functional import logsigmoid
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
@@ -32,12 +28,7 @@ CENTER = 0.1
 @pytest.fixture(scope="module")
 def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
     work = tmp_path_factory.mktemp("rm")
-    make_files(work)
-    write_rows(work / "pairs.jsonl", PAIRS)
-    start = done(work, "sft", "sft.yaml", "name=start", "steps=1", "optim.lr=0")
-    model = {"path": f"{start}/checkpoints/step-00000001/model"}
-    settings = {**SETTINGS, "model": model, "method": {"center": CENTER}}
-    (work / "rm.yaml").write_text(json.dumps(settings))
+    begin_pairs(work, "rm.yaml", method={"center": CENTER})
     return work
 
 
@@ -81,10 +72,11 @@ def test_it_is_bradley_and_terrys_model(work: Path, alone: Path) -> None:
     assert rows[-1]["val/accuracy"] > 0.5
 
 
-@pytest.mark.parametrize("layout", by_day({"fsdp": [], "sp": ["engine.sequence_parallel=2"]}, []))
-def test_two_processes_do_what_one_does(work: Path, alone: Path, layout: str) -> None:
-    more = ["engine.sequence_parallel=2"] if layout == "sp" else []
-    argv = [*RUN, f"name={layout}", "data.validation=[pairs.jsonl]", *more]
+@pytest.mark.nightly
+@pytest.mark.parametrize("shared", [1, 2])
+def test_two_processes_do_what_one_does(work: Path, alone: Path, shared: int) -> None:
+    argv = [*RUN, f"name=shared{shared}", "data.validation=[pairs.jsonl]"]
+    argv.append(f"engine.sequence_parallel={shared}")
     assert_same(done(work, *argv, world=2), alone)
 
 

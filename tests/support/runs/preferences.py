@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from safetensors.torch import load_file
 from torch.nn.functional import log_softmax, logsigmoid
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from support.runs.training_files import SFT
+from support.runs.training_files import SFT, done, make_files, write_rows
 
 BETA, STEPS = 0.5, 4
 SETTINGS: dict[str, Any] = {
@@ -74,3 +75,12 @@ def near(found: Mapping[str, Any], wanted: Mapping[str, Any], tolerance: float) 
         np.testing.assert_allclose(
             tensor.numpy(), wanted[name].numpy(), atol=tolerance, err_msg=name
         )
+
+
+def begin_pairs(work: Path, file: str, **changes: Any) -> None:
+    """Write pairs, a model to start from, and a configuration that trains it on them."""
+    make_files(work)
+    write_rows(work / "pairs.jsonl", PAIRS)
+    start = done(work, "sft", "sft.yaml", "name=start", "steps=1", "optim.lr=0")
+    model = {"path": f"{start}/checkpoints/step-00000001/model"}
+    (work / file).write_text(json.dumps({**SETTINGS, "model": model, **changes}))
