@@ -264,6 +264,7 @@ def test_what_an_environment_says_first_becomes_part_of_the_prompt():
     [
         ("Counting", [["a", "b", "c"], ["a", "fail"], ["d"] * 3]),
         ("Calculator", [["No."], [CALL, CALL, "It is 12."], [CALL, "<tool_call>what", "Hm."]]),
+        ("Scored", [["ab", "c", "d", "e", "f", "g", "h", "i"], ["a"] * 8]),
     ],
 )
 def test_free_conversations_are_those_of_waves(name, scripts):

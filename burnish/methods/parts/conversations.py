@@ -221,18 +221,18 @@ class Conversations:
                     self._answered(by_key[key], actions[key], answer, asked_at[key], sampling)
                 heard = [by_key[key] for key in answers]
                 going_on += [talk for talk in heard if talk.end is None]
-                self._pool.end([talk.key for talk in heard if talk.end is not None])
                 moved(len(heard) - len(going_on))
                 if not idle:
                     break
             return self._requests(going_on, sampling)
 
-        over = [talk for talk in talks if talk.end is not None]
-        self._pool.end([talk.key for talk in over])
-        moved(len(over))
+        moved(sum(talk.end is not None for talk in talks))
         requests = self._requests([talk for talk in talks if talk.end is None], sampling)
         if requests:
             generate(requests, follow=follow)
+        # Here no call waits any more, so that no answer of a score is taken for one of a step.
+        self._score(talks, check)
+        self._pool.end([talk.key for talk in talks])
 
     def _requests(self, talks: Sequence[_Conversation], sampling: Sampling) -> list[Request]:
         """Return requests for the next turns of conversations."""
