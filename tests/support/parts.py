@@ -34,7 +34,7 @@ PARTS = {
     "vllm": ("rollout/test_vllm.py", "methods/test_served_vllm.py", "gpu/test_vllm.py"),
     "ray": ("launch/test_ray.py",),
     "smollm": ("test_real_model.py",),
-    "environments": ("environments", "sandbox"),
+    "environments": ("environments", "sandbox", "algorithms/test_trl_losses.py"),
     "verifiers": ("environments/test_verifiers.py",),
 }
 """By name, files and folders below tests/. What is named itself is not of the part of its folder."""

@@ -1,0 +1,205 @@
+"""Each loss of preferences and its gradient against TRL's own trainers, in fp32: the same rows, model and reference."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support.models.engines import CPU, make_engine, make_frozen
+from support.models.tiny import save_base
+from support.runs.training_files import write_rows
+
+from burnish.algorithms.preferences import pair_loss
+from burnish.config.preferences import PreferenceSettings
+from burnish.config.schema import DataConfig, ModelConfig, OptimConfig
+from burnish.data.batching import make_batch
+from burnish.data.preferences import PreferenceDataset
+from burnish.data.sources import load_rows
+from burnish.data.tokenizer import load_tokenizer
+from burnish.distributed.layout import Layout
+from burnish.distributed.processes import process_group
+from burnish.engines.base import Engine, Part
+from burnish.models.loading import read_model_config
+from burnish.models.meta_init import count_flops
+
+pytestmark = [
+    pytest.mark.nightly,
+    pytest.mark.filterwarnings("ignore"),  # of TRL's own
+    pytest.mark.skipif(find_spec("trl") is None, reason="make nightly-environments installs TRL"),
+]
+BETA = 0.5
+PAIRS = [
+    {"prompt": "1+1=", "chosen": "2", "rejected": "11, of course"},
+    {"prompt": "Name a fruit: ", "chosen": "a ripe pear", "rejected": "a stone"},
+    {"prompt": "7-3=", "chosen": "four, or 4", "rejected": "5"},
+    {"prompt": "Say: ", "chosen": "yes", "rejected": "no, I will not"},
+]
+KEEPS_FIRST_MOMENT = 0.5
+Found = tuple[float, dict[str, np.ndarray]]
+"""A loss, and gradients by name."""
+
+DPO: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "sigmoid": ({}, {"loss_type": ["sigmoid"]}),
+    "ipo": ({"loss": {"ipo": 1.0}}, {"loss_type": ["ipo"]}),
+    "hinge": ({"loss": {"hinge": 1.0}}, {"loss_type": ["hinge"]}),
+    "apo_zero": ({"loss": {"apo_zero": 1.0}}, {"loss_type": ["apo_zero"]}),
+    "apo_down": ({"loss": {"apo_down": 1.0}}, {"loss_type": ["apo_down"]}),
+    "robust": (
+        {"loss": {"robust": 1.0}, "label_smoothing": 0.2},
+        {"loss_type": ["robust"], "label_smoothing": 0.2},
+    ),
+    "normalized": ({"length_normalized": True}, {"loss_type": ["sigmoid_norm"]}),
+    "sum": (
+        {"loss": {"sigmoid": 0.8, "apo_zero": 0.3, "ipo": 0.1}},
+        {"loss_type": ["sigmoid", "apo_zero", "ipo"], "loss_weights": [0.8, 0.3, 0.1]},
+    ),
+}
+"""By name, our settings and TRL's arguments."""
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    work = tmp_path_factory.mktemp("trl")
+    for seed, name in enumerate(("policy", "reference")):
+        save_base(work / name, seed)
+    return work
+
+
+def arguments(work: Path, **changes: Any) -> dict[str, Any]:
+    size = len(PAIRS)
+    common = {"output_dir": str(work / "out"), "use_cpu": True, "bf16": False, "report_to": []}
+    return {
+        **common,
+        "per_device_train_batch_size": size,
+        "max_length": 64,
+        "gradient_checkpointing": False,
+        **changes,
+    }
+
+
+def gradients(model: Any) -> dict[str, np.ndarray]:
+    named = [(name, p.grad) for name, p in model.named_parameters() if p.grad is not None]
+    return {name: gradient.numpy().copy() for name, gradient in named}
+
+
+def by_trl(trainer: Any) -> Found:
+    """The loss and the gradient of all rows, as one step takes them."""
+    model = trainer.model
+    model.train()
+    (inputs,) = trainer.get_train_dataloader()
+    loss = trainer.compute_loss(model, trainer._prepare_inputs(inputs))
+    loss.backward()
+    return float(loss.detach()), gradients(model)
+
+
+def of_dpo(work: Path, rows: list[dict[str, Any]], changes: dict[str, Any]) -> Found:
+    from trl import DPOConfig, DPOTrainer
+
+    policy, reference = (load_plain(work / name) for name in ("policy", "reference"))
+    config = DPOConfig(**arguments(work, beta=BETA, **changes))
+    return by_trl(DPOTrainer(policy, reference, config, **data_of(work, rows)))
+
+
+def data_of(work: Path, rows: list[dict[str, Any]]) -> dict[str, Any]:
+    from datasets import Dataset
+
+    tokenizer = load_tokenizer(str(work / "policy"))
+    return {"train_dataset": Dataset.from_list(rows), "processing_class": tokenizer}
+
+
+def load_plain(path: Path) -> Any:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+
+
+def engines(work: Path, layout: Layout) -> tuple[Engine, Engine]:
+    optim = OptimConfig(betas=(KEEPS_FIRST_MOMENT, 0.9), weight_decay=0.0)
+    policy = make_engine(layout, work / "policy", optim, max_grad_norm=1e9)
+    return policy, make_frozen(layout, work / "reference", policy)
+
+
+def gradients_of(engine: Engine) -> dict[str, np.ndarray]:
+    """AdamW's first moment after one step is this part of the gradient."""
+    return {
+        shard.spec.name.removeprefix("exp_avg/"): shard.tensor.numpy() / (1 - KEEPS_FIRST_MOMENT)
+        for shard in engine.shards(Part.TRAINING)
+        if shard.spec.name.startswith("exp_avg/")
+    }
+
+
+def by_us(work: Path, given: list[dict[str, Any]], beta: float = BETA, **settings: Any) -> Found:
+    write_rows(work / "pairs.jsonl", given)
+    tokenizer = load_tokenizer(str(work / "policy"))
+    rows = load_rows([str(work / "pairs.jsonl")], "data.train")
+    sides = ("chosen", "rejected")
+    eos = [int(tokenizer.eos_token_id)]
+    data = PreferenceDataset(rows, tokenizer, DataConfig(), sides, 64, eos_token_ids=eos)
+    pairs = data.items(range(len(data)))
+    flops = count_flops(read_model_config(ModelConfig(path=str(work / "policy"))))
+    with process_group(CPU, 60) as layout:
+        policy, reference = engines(work, layout)
+        examples = [example for pair in pairs for example in pair]
+        batch = make_batch(examples, layout, 80, flops, together=[2] * len(pairs))
+        assert len(batch.microbatches) > 1
+        batch = batch.with_logprobs("ref_logprobs", reference.forward(batch))
+        loss = pair_loss(PreferenceSettings(beta=beta, **settings))
+        found = policy.forward_backward(batch, loss).values_by_name()["loss"]
+        policy.optim_step(0.0)
+        return found, gradients_of(policy)
+
+
+def same(ours: Found, theirs: Found) -> None:
+    assert ours[0] == pytest.approx(theirs[0], rel=1e-5)
+    size = max(float(np.abs(each).max()) for each in theirs[1].values())
+    assert size > 1e-3
+    assert ours[1].keys() == theirs[1].keys()
+    for name, gradient in theirs[1].items():
+        np.testing.assert_allclose(ours[1][name], gradient, rtol=0, atol=1e-5 * size, err_msg=name)
+
+
+@pytest.mark.parametrize("name", DPO)
+def test_dpo_is_trls(work: Path, name: str) -> None:
+    ours, theirs = DPO[name]
+    same(by_us(work, PAIRS, **ours), of_dpo(work, PAIRS, theirs))
+
+
+def test_fine_tuning_is_trls_where_answers_have_one_length(work: Path) -> None:
+    """TRL divides by the tokens of a batch, so long answers weigh more. RPO's formula divides each answer's by its own."""
+    rows = [{**row, "chosen": row["chosen"][:1]} for row in PAIRS]
+    found = by_us(work, rows, loss={"sigmoid": 1.0, "nll": 0.3})
+    same(found, of_dpo(work, rows, {"loss_type": ["sigmoid", "sft"], "loss_weights": [1.0, 0.3]}))
+    theirs, ours = (
+        of_dpo(work, PAIRS, {"loss_type": ["sft"]}),
+        by_us(work, PAIRS, loss={"nll": 1.0}),
+    )
+    assert ours[0] != pytest.approx(theirs[0], rel=1e-3)
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_simpo_is_trls(work: Path, smoothing: float) -> None:
+    from trl.experimental.cpo import CPOConfig, CPOTrainer
+
+    alike = {"simpo_gamma": 0.7, "label_smoothing": smoothing, "beta": 2.0}
+    config = CPOConfig(**arguments(work, loss_type="simpo", cpo_alpha=0.0, **alike))
+    theirs = by_trl(CPOTrainer(load_plain(work / "policy"), config, **data_of(work, PAIRS)))
+    same(by_us(work, PAIRS, loss={"simpo": 1.0}, reference="none", **alike), theirs)
+
+
+def test_orpo_is_trls(work: Path) -> None:
+    """TRL adds the likelihood of prompt and answer, which is no part of `orpo`. So a difference of two weights is compared."""
+    from trl.experimental.orpo import ORPOConfig, ORPOTrainer
+
+    found = []
+    for weight in (1.0, 0.0):
+        config = ORPOConfig(**arguments(work, beta=weight))
+        found.append(
+            by_trl(ORPOTrainer(load_plain(work / "policy"), config, **data_of(work, PAIRS)))
+        )
+    (one, gradients_of_one), (none, gradients_of_none) = found
+    theirs = {name: each - gradients_of_none[name] for name, each in gradients_of_one.items()}
+    same(by_us(work, PAIRS, loss={"orpo": 1.0}, reference="none"), (one - none, theirs))
