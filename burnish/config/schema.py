@@ -387,9 +387,9 @@ class RewardConfig(Section):
     concurrency: MayChange[int] = Field(32, ge=1)
     """Maximum number of calls of an async function at the same time, per training process. A judge on another machine gets up to this many calls from each process."""
     on_error: Literal["drop"] | float = "drop"
-    """What a completion gets if a function raises, times out, ends its process or returns NaN, if every function returns None, or if its text is too long for a reward model. drop: it is left out of its group's statistics and of the update, as if it had not been sampled. A number: a failed function or model counts as this value."""
+    """What a completion gets if a function raises, times out, ends its process or returns NaN, if every function returns None, or if its text is too long for a reward model. drop: it is left out of its group's statistics and of the update, as if it had not been sampled. A number: a failed function or model counts as this value; a conversation whose environment failed is dropped all the same."""
     max_failed_share: MayChange[float] = Field(0.5, gt=0, le=1)
-    """With on_error drop: stop the run, after a save, if more than this share of a step's completions is dropped. What is left of such a step was chosen by the failure rather than by the model. 1: never. With a number for on_error, the run stops if every completion of a step fails."""
+    """Stop the run, after a save, if more than this share of a step's completions is dropped. What is left of such a step was chosen by the failure rather than by the model. 1: never. With a number for on_error, the run also stops if every completion of a step fails."""
 
     @property
     def part_names(self) -> list[str]:

@@ -40,9 +40,11 @@ class RewardFailures:
             kinds.setdefault(":".join(error.split(":", 2)[:2]), error)
         for kind in [kind for kind in kinds if kind not in self._warned]:
             self._warned.add(kind)
-            dropped = self._config.on_error == "drop"
+            of_environment = kind.startswith("environment:")
+            dropped = of_environment or self._config.on_error == "drop"
             log.warning(
-                "reward functions failed for %d of %d completions, which %s: %s",
+                "%s failed for %d of %d completions, which %s: %s",
+                "environments" if of_environment else "reward functions",
                 len(table.failed),
                 len(table.owners),
                 "are dropped" if dropped else f"count as {self._config.on_error:g}",
@@ -60,13 +62,14 @@ class RewardFailures:
 
 
 def require_rewards(table: RolloutTable, config: RewardConfig) -> None:
-    """Raise `LostRewards` if a step, `table`, lost more than `reward.max_failed_share`, or all if failures count as a number."""
+    """Raise `LostRewards` if a step, `table`, dropped more than `reward.max_failed_share`, or if all its rewards failed and count as a number."""
     failed = len(table.failed)
     count = len(table.owners)
     share = config.max_failed_share
     setting = "reward.max_failed_share"
     most = count * share if config.on_error == "drop" else count - 1
-    if failed > most:
+    dropped = count - int(table.is_scored.sum())
+    if failed > most or dropped > count * share:
         raise _lost_rewards(table, "of a step", f"at most {100 * share:g} % ({setting})")
 
 

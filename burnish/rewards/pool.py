@@ -225,8 +225,6 @@ class RewardPool:
         parts = dict(rollout.reward_parts)
         errors = [rollout.reward_error] if rollout.reward_error else []
         on_error = self._config.on_error
-        if errors and on_error != "drop":
-            reward = on_error
         names = self._config.part_names
         for name, entry, answer in zip(names, self._config.functions, answers, strict=False):
             value = answer.value
@@ -244,7 +242,8 @@ class RewardPool:
         if answers and not parts and not errors and not self._config.models:
             errors.append("every reward function answered None")
             reward = 0.0 if on_error == "drop" else on_error
-        if errors and on_error == "drop":
+        # Where an environment failed, nothing was rewarded, so no number stands for it.
+        if rollout.reward_error or (errors and on_error == "drop"):
             reward = math.nan
         error = "; ".join(errors) or None
         calls = rollout.calls + tuple(

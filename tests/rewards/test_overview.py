@@ -118,6 +118,15 @@ def test_failures_that_count_as_a_number_end_the_run_if_nothing_else_is_left(mak
         require_rewards(round_of(broken, broken), config)
 
 
+def test_dropped_conversations_end_the_run_even_if_other_failures_count(make_rollout) -> None:
+    lost = replace(make_rollout(), reward=nan, reward_error="environment: no connection")
+    config = RewardConfig(on_error=0.0)
+    require_rewards(round_of(make_rollout(), lost), config)
+    with pytest.raises(LostRewards) as caught:
+        require_rewards(round_of(make_rollout(), lost, lost), config)
+    assert "no connection" in str(caught.value.have)
+
+
 def test_a_run_without_a_single_answer_ends_with_an_error(make_rollout) -> None:
     one, other = (replace(make_rollout(), reward_error=f"mine: {each}") for each in ("a:", "b:"))
     failures = RewardFailures(RewardConfig())

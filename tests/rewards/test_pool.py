@@ -234,6 +234,15 @@ def texts(make_rollout) -> Callable[..., list[Rollout]]:
     return lambda *said: [make_rollout(text, sample=i) for i, text in enumerate(said)]
 
 
+@pytest.mark.parametrize("on_error", ["drop", 0.0])
+def test_what_an_environment_lost_has_no_reward(make_pool, texts, on_error) -> None:
+    fine, lost = texts("4", "4")
+    lost = replace(lost, reward_error="environment: no connection")
+    scored = make_pool("exact_match", on_error=on_error).score([fine, lost])
+    assert [each.reward for each in scored] == [1, pytest.approx(math.nan, nan_ok=True)]
+    assert scored[1].reward_error == "environment: no connection"
+
+
 def test_weighted_sum_of_functions_of_both_signatures(make_pool, texts) -> None:
     pool = make_pool("exact_match", "length", "score")
     right, wrong = pool.score(texts("4", "five"))
