@@ -34,6 +34,7 @@ class RewardFailures:
 
     def update(self, table: RolloutTable) -> None:
         """Warn of new kinds of failures among rollouts that are scored together."""
+        table = table.without_branches()
         # An error reads "FUNCTION: TYPE: text", and the text may differ for every completion.
         kinds: dict[str, str] = {}
         for error in _errors(table):
@@ -63,6 +64,7 @@ class RewardFailures:
 
 def require_rewards(table: RolloutTable, config: RewardConfig) -> None:
     """Raise `LostRewards` if a step, `table`, dropped more than `reward.max_failed_share`, or if all its rewards failed and count as a number."""
+    table = table.without_branches()
     failed = len(table.failed)
     count = len(table.owners)
     share = config.max_failed_share
