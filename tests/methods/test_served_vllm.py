@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 from support.checkpoints.states import committed
 from support.models.tiny import save_base
-from support.ranks.fork_server import ANEW
+from support.models.tokenizers import char_tokenizer
+from support.ranks.fork_server import ANEW, TESTS
 from support.runs.served import IN_FLIGHT, STILL, Servers, beside, drawn, written
 from support.runs.training_files import FRESH, RL, Command, burnish, done, metrics, rollouts
 
@@ -74,6 +75,56 @@ def test_vllm_draws_what_the_built_in_generator_draws(work: Path, case: str) -> 
             run = done(work, "rl", str(config), f"name={name}", world=world)
         found.append(([rollouts(run, step) for step in range(1, 4)], digest(run)))
     assert found[0] == found[1]
+
+
+PLAYERS = [
+    (1, "builtin", "inside"),
+    (1, "builtin", "child"),
+    (2, "builtin", "inside"),
+    (1, "vllm", "child"),
+    (1, "vllm", "servers"),
+    (2, "vllm", "child"),
+    (2, "vllm", "servers"),
+]
+"""Processes, and who takes the model's turns."""
+
+
+def test_conversations_have_the_same_bytes_whoever_takes_the_turns(work: Path) -> None:
+    """Trajectories and rewards by turn of an environment in waves; weights too, of as many processes."""
+    talkers = TESTS / "environments" / "talkers.py"
+    letters = char_tokenizer().convert_tokens_to_ids([*"abcdefghijklmnopqrstuvwxyz"])
+    settings = {
+        "model": {**RL["model"], "fresh": {**WIDE, "max_position_embeddings": 192}},
+        "data": {**RL["data"], "string_prompts": "user"},
+        "batch": {"prompts": 4, "tokens_per_device": 384},
+        "reward": {"functions": []},
+        "steps": 3,
+    }
+    how = {
+        "max_response_length": 120,
+        "stop_token_ids": letters,
+        "environment": {"function": f"{talkers}:Capitals"},
+        "ahead": 1,
+    }
+    played = {}
+    for world, engine, place in PLAYERS:
+        name = f"talks_{world}_{engine}_{place}"
+        config = written(work, name, settings, **how, engine=engine, place=place)
+        with Servers(work, config, world * (place == "servers")):
+            run = done(work, "rl", config, f"name={name}", world=world)
+        played[world, engine, place] = [rollouts(run, step) for step in range(1, 4)], digest(run)
+    first, _ = played[PLAYERS[0]]
+    assert {row["end"] for step in first for row in step} == {"done"}
+    noted = [_without_logprobs(rows) for rows, _ in played.values()]
+    assert [each for each in noted if each != noted[0]] == []
+    for world in (1, 2):
+        assert len({weights for player, (_, weights) in played.items() if player[0] == world}) == 1
+
+
+def _without_logprobs(steps: list[list[dict[str, Any]]]) -> list[list[dict[str, Any]]]:
+    """Their fourth digit may differ, as fp32 rounds sums in another order."""
+    none = {"logprobs": None}
+    return [[row | {"tokens": row["tokens"] | none} for row in step] for step in steps]
 
 
 def test_an_adapter_beside_the_model_is_drawn_with_as_a_merged_one(work: Path) -> None:

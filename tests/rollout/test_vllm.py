@@ -16,6 +16,7 @@ from contracts.generator import (
     chosen,
     logits_by_hand,
     make_requests,
+    take_turns,
 )
 from support.models.adapters import EXPERTS, published_beside
 from support.models.generators import builtin, make_generator
@@ -138,6 +139,35 @@ def test_the_built_in_generator_samples_the_same_before_and_after_new_weights(
         for each in group:
             want = logits_by_hand(model, request, each).log_softmax(-1)
             np.testing.assert_allclose(each.logprobs, chosen(want, each), atol=1e-5)
+
+
+def test_a_turn_reads_only_the_tokens_after_the_last_full_block(
+    engines: dict[Any, VllmGenerator], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By what vLLM says it took from its cache. What the model said is kept too, and new weights read all of it again."""
+    ours = vllm(engines, made(), eos=range(3, 9), slots=16)
+    step = ours._engine.step
+    taken: dict[tuple[int, ...], int] = {}
+
+    def counted() -> Any:
+        outputs = step()
+        taken.update((tuple(each.prompt_token_ids), each.num_cached_tokens) for each in outputs)
+        return outputs
+
+    monkeypatch.setattr(ours._engine, "step", counted)
+    turns = take_turns(ours, Sampling(40, seed=4, keeps=True), turns=4)
+    wanted = {}
+    for request, completion in turns:
+        read = [*request.token_ids, *completion.token_ids][:-1]
+        for later, _ in turns:
+            if later.token_ids[: len(read)].tolist() == read and later.turn == request.turn + 1:
+                wanted[tuple(later.token_ids)] = len(read) // 32 * 32
+    assert {known: taken[known] for known in wanted} == wanted
+    assert {*wanted.values()} >= {0, 32, 64}
+    vllm(engines, made(seed=1), eos=range(3, 9), slots=16, version=2)
+    last, _ = turns[-1]
+    ours.generate([last], Sampling(2))
+    assert taken[tuple(last.token_ids)] == 0
 
 
 def test_gpt_oss_whose_new_weights_vllm_loses_is_refused() -> None:
