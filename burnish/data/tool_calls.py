@@ -345,9 +345,17 @@ def _kimi(text: str) -> Iterator[Called]:
 
 
 def _harmony(text: str) -> Iterator[Called]:
-    pattern = r"to=functions\.([\w.-]+)[^{]*?<\|message\|>(.*?)(?:<\|call\|>|<\|end\|>|$)"
-    for name, body in re.findall(pattern, text, re.DOTALL):
-        yield name, json.loads(body)
+    closing = re.compile(r"<\|call\|>|<\|end\|>")
+    end = 0
+    for opened in re.finditer(re.escape("<|message|>"), text):
+        if opened.start() < end:
+            continue
+        _, mark, head = text[end : opened.start()].rpartition("to=functions.")
+        closed = closing.search(text, opened.end())
+        end = closed.start() if closed else len(text)
+        name = re.match(r"[\w.-]+", head)
+        if mark and name and "{" not in head:
+            yield name[0], json.loads(text[opened.end() : end])
 
 
 def _elements(text: str) -> Iterator[Called]:
