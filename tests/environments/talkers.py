@@ -195,3 +195,8 @@ class Scored(burnish.Environment):
     async def score(self):
         """Pay by the letter."""
         return {"length": float(self.length)}
+
+
+def capitals(completions, **columns):
+    """A reward in a process of its own: how many capital letters a conversation has."""
+    return [float(sum(map(str.isupper, str(completion)))) for completion in completions]

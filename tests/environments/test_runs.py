@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import signal
 from pathlib import Path
 
@@ -132,6 +133,35 @@ def test_a_killed_run_goes_on_as_if_nothing_had_happened(work, place, nth, ahead
     code, _ = burnish(work, *argv, at=At(place, nth, signal.SIGKILL))
     assert code == -signal.SIGKILL
     assert outcome(done(work, *argv)) == outcome(whole)
+
+
+PHASES = {
+    "sampling": "burnish.methods.parts.conversations:Conversations._say",
+    "tools": "burnish.environments.pool:EnvironmentPool.step",
+    "scoring": "burnish.rewards.pool:RewardPool.score",
+    "backward": "burnish.engines.torch.torch_engine:TorchEngine.forward_backward",
+    "optimizer": "burnish.engines.torch.torch_engine:TorchEngine.optim_step",
+    "publishing": "burnish.methods.parts.rollouts:RolloutQueue.publish",
+    "saving": "burnish.runs.step_saver:StepSaver.save",
+    "logging": "burnish.runs.run:Run.finish",
+}
+"""Where a step's time goes, and the function that takes it."""
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("phase", PHASES)
+def test_kills_at_random_moments_change_nothing(work, phase):
+    """Five for each phase, 40 in all."""
+    reward = f"reward.functions=[{{function: '{TALKERS}:capitals'}}]"
+    settings = [*RL, reward, "checkpoint.save_every=1"]
+    calm = outcome(done(work, *settings, "name=calm"))
+    moments = random.Random(phase)
+    for number in range(5):
+        at = At(PHASES[phase], moments.randint(1, 4), signal.SIGKILL, moments.uniform(0, 0.1))
+        argv = [*settings, f"name=killed_{phase}_{number}"]
+        code, output = burnish(work, *argv, at=at)
+        assert code == -signal.SIGKILL, output
+        assert outcome(done(work, *argv)) == calm, at
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import faulthandler
 import importlib
 import os
 import sys
+import threading
 from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
@@ -22,7 +23,7 @@ def run(
     root: str,
     log: str,
     environ: Mapping[str, str],
-    at: tuple[str, int, int] | None,
+    at: tuple[str, int, int, float] | None,
     audited: tuple[str, str] | None,
 ) -> None:
     """Be the command, in its directory, with its output in a file; `environ` has what differs from that of the tests."""
@@ -50,8 +51,8 @@ def run(
         os._exit(code)
 
 
-def signal_at(place: str, nth: int, number: int) -> None:
-    """Send this process a signal when it calls the place for the nth time."""
+def signal_at(place: str, nth: int, number: int, seconds: float) -> None:
+    """Send this process a signal when it calls the place for the nth time, or some seconds later."""
     module, _, path = place.partition(":")
     *parents, name = path.split(".")
     holder: Any = importlib.import_module(module)
@@ -61,7 +62,9 @@ def signal_at(place: str, nth: int, number: int) -> None:
 
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         calls[0] += 1
-        if calls[0] == nth:
+        if calls[0] == nth and seconds:
+            threading.Timer(seconds, os.kill, (os.getpid(), number)).start()
+        elif calls[0] == nth:
             os.kill(os.getpid(), number)
         return called(*args, **kwargs)
 

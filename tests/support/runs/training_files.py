@@ -6,13 +6,13 @@ imported already: tenths of a second instead of five for `python -m burnish`.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 import re
 import signal
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -110,9 +110,9 @@ def write_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class At:
-    """A signal that a process sends itself when it calls something for the nth time.
+    """A signal that a process sends itself when it calls something for the nth time, or some seconds later.
 
     `place` is `module:name` or `module:Class.name`, as the caller looks it up.
     """
@@ -120,6 +120,7 @@ class At:
     place: str
     nth: int
     number: int
+    seconds: float = 0.0
 
 
 class Command:
@@ -139,7 +140,7 @@ class Command:
         self._log.write_text("")  # an earlier test run's may be there
         given = dict(environ or {})
         own = {"PYTHONPATH": with_given_path(TESTS.parent), "OMP_NUM_THREADS": "1", **given}
-        told = None if at is None else (at.place, at.nth, at.number)
+        told = None if at is None else dataclasses.astuple(at)
         self._process = Forked(
             run, list(argv), str(root), str(self._log), given, told, audit, environ=own
         )
