@@ -241,7 +241,10 @@ PREFERENCE_LOSSES: Registry = {
         "nll",
     )
 }
-"""Functions of `method.loss` of `burnish dpo`."""
+"""Functions of `method.loss` of `burnish dpo` that compare two answers."""
+
+ANSWER_LOSSES: Registry = {"kto": "burnish.algorithms.preferences:kto"}
+"""Those that judge single answers."""
 
 ENVIRONMENTS: Mapping[str, str] = {
     "agent": "burnish.environments.gateway:Agent",

@@ -1,13 +1,14 @@
-"""Losses of preference optimization: of pairs of answers to one prompt, of which one was chosen.
+"""Losses of preference optimization: of pairs of answers to one prompt, of which one was chosen, and of single answers with a label.
 
 c and l are the chosen and the rejected answer of a pair. r(y) = log π(y) - log π₀(y) is an answer's log-ratio to the reference, summed
-over its tokens; with `length_normalized` it is the mean over them. |y| is the number of tokens. Each function returns a loss per pair, [P].
+over its tokens; with `length_normalized` it is the mean over them. |y| is the number of tokens. Each function returns a loss per pair,
+[P], or per answer.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -15,7 +16,7 @@ from torch.nn.functional import logsigmoid, relu
 
 from burnish.algorithms.aggregation import loss_lengths
 from burnish.config.preferences import PreferenceSettings
-from burnish.extend import PREFERENCE_LOSSES
+from burnish.extend import ANSWER_LOSSES, PREFERENCE_LOSSES
 from burnish.functions import load_function
 from burnish.records import MicroBatch, TokenOutputs
 from burnish.tracking.stats import Mean, Stats
@@ -23,7 +24,7 @@ from burnish.tracking.stats import Mean, Stats
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Side:
-    """One side of P pairs."""
+    """One side of P pairs, or P single answers."""
 
     logprobs: Tensor
     """[P] fp32, log π of the answers."""
@@ -31,6 +32,8 @@ class Side:
     """[P] fp32, log π₀; 0 without a reference."""
     lengths: Tensor
     """[P] tokens that are trained on."""
+    labels: Tensor = field(default_factory=lambda: torch.zeros(()))
+    """[P] of single answers: 1 for a desirable one, -1 for another, 0 for filler."""
 
     @property
     def means(self) -> Tensor:
@@ -105,6 +108,17 @@ def nll(chosen: Side, rejected: Side, settings: PreferenceSettings) -> Tensor:
     return -chosen.means
 
 
+def kto(answers: Side, kl: float, settings: PreferenceSettings) -> Tensor:
+    """w_d (1 - σ(β (r - z))) of a desirable answer, w_u (1 - σ(β (z - r))) of another one (KTO, arXiv 2402.01306, equation 8).
+
+    z = `kl` is the mean r of answers to other prompts, at least 0. w_d and w_u are the weights in the settings.
+    """
+    signs = answers.labels.sign()
+    desirable = settings.desirable_weight * (signs > 0)
+    weights = desirable + settings.undesirable_weight * (signs < 0)
+    return weights * torch.sigmoid(-signs * (answers.rewards(settings) - settings.beta * kl))
+
+
 def _margin(chosen: Side, rejected: Side, settings: PreferenceSettings) -> Tensor:
     """β (r_c - r_l), [P]."""
     return chosen.rewards(settings) - rejected.rewards(settings)
@@ -145,6 +159,32 @@ def pair_loss(
     return preference_loss
 
 
+def answer_loss(
+    settings: PreferenceSettings,
+) -> Callable[[TokenOutputs, MicroBatch], tuple[Tensor, Stats]]:
+    """Return the sum of `settings.loss`, each with its weight, over the answers of the global batch.
+
+    Statistics: `accuracy`, the share of answers that are on their label's side of the reference point; and those of `pair_loss` of
+    desirable (`chosen`) and of other answers (`rejected`).
+    """
+    losses = {name: load_function(name, "method.loss", ANSWER_LOSSES) for name in settings.loss}
+
+    def labelled_loss(outputs: TokenOutputs, micro: MicroBatch) -> tuple[Tensor, Stats]:
+        answers = Side(*_columns(outputs.logprobs, micro))
+        loss = torch.zeros((), device=outputs.logprobs.device)
+        for name, weight in settings.loss.items():
+            loss = loss + weight * losses[name](answers, micro.kl, settings).sum()
+        rewards = answers.rewards(settings).detach()
+        is_right = answers.labels * (rewards - settings.beta * micro.kl) > 0
+        stats = Stats({"accuracy": Mean(is_right.sum(), (answers.labels != 0).sum())})
+        for kind, chosen in {"chosen": answers.labels > 0, "rejected": answers.labels < 0}.items():
+            for name, values in {"reward": rewards, "logprob": answers.logprobs.detach()}.items():
+                stats[f"{name}/{kind}"] = Mean((values * chosen).sum(), chosen.sum())
+        return loss / micro.num_sequences, stats
+
+    return labelled_loss
+
+
 def reward_loss(center: float) -> Callable[[TokenOutputs, MicroBatch], tuple[Tensor, Stats]]:
     """Return -log σ(r_c - r_l) + `center` (r_c + r_l)², averaged over the pairs of the global batch.
 
@@ -177,13 +217,20 @@ def _judgements(chosen: Tensor, rejected: Tensor) -> Stats:
 
 def _sides(logprobs: Tensor, micro: MicroBatch) -> tuple[Side, Side]:
     """Return the chosen and the rejected answers of a micro-batch's pairs. Filler has none."""
-    lengths = loss_lengths(micro)
-    count = len(lengths) // 2
+    columns = _columns(logprobs, micro)
+    count = len(columns[0]) // 2
+    columns = [each[: 2 * count].view(count, 2) for each in columns]
+    chosen, rejected = (Side(*(each[:, side] for each in columns)) for side in (0, 1))
+    return chosen, rejected
+
+
+def _columns(logprobs: Tensor, micro: MicroBatch) -> list[Tensor]:
+    """Return what `Side` has, of all sequences. Filler's label is 0."""
     reference = torch.zeros_like(logprobs) if micro.ref_logprobs is None else micro.ref_logprobs
     sums = []
     for values in (logprobs, reference):
         masked = torch.where(micro.loss_mask, values.float(), 0.0)
         sums.append(torch.segment_reduce(masked, "sum", offsets=micro.cu_seqlens, unsafe=True))
-    columns = [each[: 2 * count].view(count, 2) for each in (*sums, lengths)]
-    chosen, rejected = (Side(*(each[:, side] for each in columns)) for side in (0, 1))
-    return chosen, rejected
+    last = micro.cu_seqlens[1:].long() - 1
+    labels = torch.zeros_like(sums[0]) if micro.labels is None else micro.labels[last]
+    return [*sums, loss_lengths(micro), labels]

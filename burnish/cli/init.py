@@ -12,7 +12,7 @@ from typing import Any
 from burnish.cli.output import print_text
 from burnish.config.document import one_line
 from burnish.config.schema import DataConfig
-from burnish.data.columns import answer_column, is_data
+from burnish.data.columns import answer_column, answer_columns, is_data
 from burnish.method import Method
 from burnish.methods.pairs import PairMethod
 from burnish.methods.table import METHODS
@@ -21,6 +21,8 @@ from burnish.runs.preflight import require_model
 _MODEL = "Qwen/Qwen3-0.6B"
 _DATA = "data.jsonl"
 _STARTERS = Path(__file__).with_name("starters")
+_LOSS = "# loss: {sigmoid: 1.0}  # DPO's; also ipo, hinge, simpo, orpo, apo_zero, apo_down, robust, nll, or a sum of them"
+_LOSS_OF_ANSWERS = "loss: {kto: 1.0}        # of single answers with labels"
 _BATCH = 16
 _STEPS = 10
 """Least steps in an epoch of the proposed batch, where the rows allow it."""
@@ -52,6 +54,10 @@ def init(args: Namespace) -> None:
         reward = Template((_STARTERS / f"{name}.txt").read_text())
         files = {"rewards.py": reward.substitute(column=first, right=right)}
         values["function"] = f"{_write(files)['rewards.py']}:{name}"
+    values["loss"] = _LOSS
+    if rows is not None and isinstance(method, PairMethod):
+        is_single = len(answer_columns(DataConfig(), rows, method.Settings())) == 1
+        values["loss"] = _LOSS_OF_ANSWERS if is_single else _LOSS
     starter = f"{method.name}.yaml"
     text = Template((_STARTERS / starter).read_text())
     looked = _look(method, text.substitute(values, lengths="")) if is_here else None

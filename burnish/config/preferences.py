@@ -16,18 +16,25 @@ class PairSettings(Section):
     """The column of the answers that were preferred."""
     rejected_column: str = "rejected"
     """The column of the others."""
+    label_column: str = "label"
+    """The column that says of a single answer whether it is desirable: true or false, 1 or 0. Only kto reads it, beside a prompt and its completion."""
 
     @property
     def sides(self) -> tuple[str, str]:
         """The columns of the chosen and of the rejected answers."""
         return self.chosen_column, self.rejected_column
 
+    @property
+    def is_of_answers(self) -> bool:
+        """Whether the loss is of single answers, not of pairs."""
+        return False
+
 
 class PreferenceSettings(PairSettings):
     """How a policy learns from pairs: `burnish dpo`."""
 
     loss: dict[str, float] = {"sigmoid": 1.0}
-    """Weights of the losses to add, by name: sigmoid (DPO), ipo, hinge, simpo, orpo, apo_zero, apo_down, robust, nll (the chosen answer's log-likelihood), or file.py:function."""
+    """Weights of the losses to add, by name: sigmoid (DPO), ipo, hinge, simpo, orpo, apo_zero, apo_down, robust, nll (the chosen answer's log-likelihood), or file.py:function. kto stands alone: it learns from single answers that are labelled as desirable or not, and takes pairs as two of them."""
     beta: float = Field(0.1, gt=0)
     """How much a preference weighs against staying near the reference. SimPO's is 2 to 2.5."""
     length_normalized: bool = False
@@ -36,8 +43,17 @@ class PreferenceSettings(PairSettings):
     """The share of pairs whose sides are taken to be mixed up: sigmoid and simpo (cDPO), robust."""
     simpo_gamma: float = Field(0.5, ge=0)
     """The margin that simpo wants."""
+    desirable_weight: float = Field(1.0, gt=0)
+    """The weight of desirable answers: kto. With many more of one kind, let weight times number be about equal, up to 1.33 times for the desirable ones."""
+    undesirable_weight: float = Field(1.0, gt=0)
+    """The weight of the others: kto."""
     reference: Literal["initial", "none"] = "initial"
     """The policy that the model stays near. initial: the model that training starts from; with a fresh adapter, the model without it. none: for losses that take none, such as simpo and orpo."""
+
+    @property
+    def is_of_answers(self) -> bool:
+        """See `PairSettings.is_of_answers`."""
+        return "kto" in self.loss
 
 
 class RewardSettings(PairSettings):

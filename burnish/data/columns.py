@@ -10,6 +10,7 @@ from burnish.config.schema import DataConfig
 from burnish.errors import UsageError
 
 if TYPE_CHECKING:
+    from burnish.config.preferences import PairSettings
     from burnish.data.sources import Rows
 
 _ExampleKind = Literal["chat", "pair", "text"]
@@ -87,12 +88,22 @@ def example_format(data: DataConfig, rows: Rows) -> tuple[_ExampleKind, tuple[st
     raise rows.missing((missing,), f"data.{setting}_column")
 
 
-def preference_prompt_column(data: DataConfig, rows: Rows, sides: tuple[str, str]) -> str | None:
+def answer_columns(data: DataConfig, rows: Rows, settings: PairSettings) -> tuple[str, ...]:
+    """Return the columns of a row's answers: of both sides, or of the one that has a label. Raises `MissingError` without them."""
+    completion = data.completion_column or "completion"
+    has_sides = all(map(rows.has, settings.sides))
+    if not has_sides and rows.has(completion) and rows.has(settings.label_column):
+        return (completion,)
+    preference_prompt_column(data, rows, settings.sides)
+    return settings.sides
+
+
+def preference_prompt_column(data: DataConfig, rows: Rows, answers: tuple[str, ...]) -> str | None:
     """Return the prompt column of preferences: the chosen one, else the first usual one; None if the answers are whole conversations.
 
-    Raises `MissingError` without the columns `sides` of the answers.
+    Raises `MissingError` without the columns `answers`.
     """
-    missing = [name for name in sides if not rows.has(name)]
+    missing = [name for name in answers if not rows.has(name)]
     if missing:
         raise rows.missing(missing, "method.chosen_column and method.rejected_column")
     if data.prompt_column and not rows.has(data.prompt_column):

@@ -1,4 +1,4 @@
-"""Data sets of preferences: a prompt with an answer that was chosen and one that was rejected."""
+"""Data sets of preferences: a prompt with an answer that was chosen and one that was rejected, or with one answer and its label."""
 
 from __future__ import annotations
 
@@ -9,9 +9,16 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from burnish.config.preferences import PairSettings
 from burnish.config.schema import DataConfig
 from burnish.data.chat import Conversation
-from burnish.data.columns import Row, preference_prompt_column, prompt_at, value_at
+from burnish.data.columns import (
+    Row,
+    answer_columns,
+    preference_prompt_column,
+    prompt_at,
+    value_at,
+)
 from burnish.data.example_encoder import Encoded, Text
 from burnish.data.examples import AnswerRows
 from burnish.data.sources import Rows
@@ -20,16 +27,22 @@ from burnish.errors import UsageError
 from burnish.records import Example
 from burnish.tracking.progress import Progress
 
-Sides = tuple[str, str]
-"""The columns of the chosen and of the rejected answers."""
+_LABELS = {"true": 1.0, "1": 1.0, "1.0": 1.0, "false": -1.0, "0": -1.0, "0.0": -1.0}
+"""Labels of desirable and of other answers, by their text."""
+_FARTHEST = 64
+"""Most rows in which to look for another prompt."""
 
 
-class PreferenceDataset(AnswerRows[tuple[Example, Example]]):
-    """Pairs of answers: a `Sequence[tuple[Example, Example]]`, the chosen one first.
+class PreferenceDataset(AnswerRows[tuple[Example, ...]]):
+    """Rows with answers that were judged: a `Sequence[tuple[Example, ...]]`. An item has the row's answers.
 
-    A row has a prompt and two answers, each text or messages, or two whole conversations whose common beginning is the prompt. Only what
-    the answers have of their own is trained on. Rows whose answers are equal are dropped. A row's length is that of its longer answer,
-    with the prompt.
+    A row has a prompt and two answers, each text or messages, or two whole conversations whose common beginning is the prompt. The
+    chosen answer comes first. Only what the answers have of their own is trained on. Rows whose answers are equal are dropped. A row's
+    length is that of its longer answer, with the prompt.
+
+    If the loss is of single answers, a row may have one answer with a label. Each answer is followed by a mismatched one then, for
+    KTO's reference point: the row's prompt with the answer to another one, of the row before or, if that has the same prompt, of one
+    farther up. The first row takes the last one's.
     """
 
     def __init__(  # noqa: PLR0913
@@ -37,7 +50,7 @@ class PreferenceDataset(AnswerRows[tuple[Example, Example]]):
         rows: Rows,
         tokenizer: PreTrainedTokenizerBase,
         data: DataConfig,
-        sides: Sides,
+        settings: PairSettings,
         max_length: int,
         progress: Progress | None = None,
         layout: Layout | None = None,
@@ -46,51 +59,124 @@ class PreferenceDataset(AnswerRows[tuple[Example, Example]]):
         limit_name: str = "data.max_length",
         is_judged: bool = False,
     ) -> None:
-        """See `ExampleDataset`. Collective. Raises `MissingError` without the columns `sides`.
+        """See `ExampleDataset`. Collective. Raises `MissingError` without the columns that `settings` name.
 
         With `is_judged` an example is what a reward model reads: the whole text, and one more token, the only one in the loss mask. Its
         value is that of the state after the text.
         """
         self._is_judged = is_judged
+        self._answers = answer_columns(data, rows, settings)
+        self._label = settings.label_column
+        if len(self._answers) == 1 and not settings.is_of_answers:
+            raise UsageError(
+                f"the rows of {rows.files[0]} have one answer each, with a label",
+                have="columns " + ", ".join(rows.columns),
+                want=f"the columns {' and '.join(settings.sides)}, or a loss of single answers",
+                do="set method.loss={kto: 1.0} in burnish dpo",
+            )
+        self._is_of_answers = settings.is_of_answers
         super().__init__(
             rows, tokenizer, data, max_length, limit_name, layout, eos_token_ids, strict=True
         )
-        self._sides = sides
-        self._prompt = preference_prompt_column(data, rows, sides)
-        self._used = (*sides, *([self._prompt] if self._prompt else ()))
+        self._settings = settings, is_judged
+        self._prompt = preference_prompt_column(data, rows, self._answers)
+        self._used = (*self._answers, *([self._prompt] if self._prompt else ()))
         if all(isinstance(value_at(rows[0], name), str) for name in self._used):
             self._notice_raw(self._used[-1])
         self._scan(progress)
+        if self._is_of_answers and len(self) < 2:
+            raise UsageError(
+                "kto reads each prompt with the answer to another one too",
+                have="1 row",
+                want="at least 2 rows in each file set, with different prompts",
+                do="add rows, or choose another method.loss",
+            )
 
     def _measure(self, indices: range, rows: list[Row]) -> list[tuple[int, bytes]]:
         measured = []
-        for chosen, rejected in self._encode(indices, rows):
-            length = max(len(chosen[0]), len(rejected[0]))
-            content = b"".join(array.tobytes() for array in (*chosen, *rejected))
-            is_usable = self._differ(chosen, rejected) or length > self._most
+        labels = [self._labels(index, row) for index, row in zip(indices, rows, strict=True)]
+        for own, answers in zip(labels, self._encode(indices, rows), strict=True):
+            length = max(len(ids) for ids, _ in answers)
+            content = b"".join(array.tobytes() for array in chain.from_iterable(answers))
+            if len(answers) == 1:
+                content += np.array(own).tobytes()
+            is_usable = self._are_trained(answers) or length > self._most
             measured.append((length if is_usable else 0, content))
         return measured
 
     @staticmethod
-    def _differ(chosen: Encoded, rejected: Encoded) -> bool:
-        """Whether both sides have tokens to train on, and other ones."""
-        trained = chosen[1].any() and rejected[1].any()
-        return bool(trained) and chosen[0].tobytes() != rejected[0].tobytes()
+    def _are_trained(answers: Sequence[Encoded]) -> bool:
+        """Whether all answers have tokens to train on, and other ones."""
+        is_trained = all(mask.any() for _, mask in answers)
+        return is_trained and len({ids.tobytes() for ids, _ in answers}) == len(answers)
 
-    def make(self, indices: Sequence[int]) -> list[tuple[Example, Example]]:
-        """Return rows' pairs."""
-        pairs = self._encode(indices, [self.rows[index] for index in indices])
+    def make(self, indices: Sequence[int]) -> list[tuple[Example, ...]]:
+        """Return rows' answers."""
+        read = [*indices]
+        if self._is_of_answers:
+            read += [self._other(index) for index in indices]
+        rows = [self.rows[index] for index in read]
+        encoded = self._encode(read, rows)
         self._warn_streamed()
-        return [
-            (Example(token_ids=c[0], loss_mask=c[1]), Example(token_ids=r[0], loss_mask=r[1]))
-            for c, r in pairs
-        ]
+        items = []
+        for index, row, answers in zip(indices, rows, encoded, strict=False):
+            labels = self._labels(index, row)
+            items.append([_example(*each) for each in zip(answers, labels, strict=True)])
+        if not self._is_of_answers:
+            return [tuple(item) for item in items]
+        others = encoded[len(items) :]
+        matched = (
+            ((own, self._mismatched(own, other)) for own, other in zip(item, others, strict=True))
+            for item, others in zip(items, others, strict=True)
+        )
+        return [tuple(chain.from_iterable(pairs)) for pairs in matched]
 
-    def _encode(self, indices: Sequence[int], rows: list[Row]) -> list[tuple[Encoded, Encoded]]:
+    def _other(self, index: int) -> int:
+        """Return the nearest row before this one that has another prompt."""
+        place = int(np.searchsorted(self._usable, index))
+        prompt = self._asked(self.rows[index])
+        other = index
+        for back in range(1, min(_FARTHEST, len(self))):
+            other = int(self._usable[(place - back) % len(self)])
+            if self._asked(self.rows[other]) != prompt:
+                break
+        return other
+
+    def _asked(self, row: Row) -> Any:
+        """Return what tells rows of different prompts apart."""
+        if self._prompt is not None:
+            return prompt_at(row, self._prompt)
+        return value_at(row, self._answers[0])[:1]
+
+    def _mismatched(self, own: Example, other: Encoded) -> Example:
+        """Join a prompt and the answer to another one, up to the limit."""
+        ids, mask = other
+        start = int(mask.argmax())
+        before = own.token_ids[: int(own.loss_mask.argmax())]
+        joined = np.concatenate([before, ids[start:]])[: self.limit]
+        trained = np.concatenate([np.zeros(len(before), np.bool_), mask[start:]])[: self.limit]
+        return _example((joined, trained), 0.0)
+
+    def _labels(self, index: int, row: Row) -> tuple[float, ...]:
+        """Return the label of each answer."""
+        if len(self._answers) > 1:
+            return (1.0, -1.0)
+        value = value_at(row, self._label)
+        label = _LABELS.get(str(value).strip().lower())
+        if label is None:
+            raise UsageError(
+                f"{self.rows.where(index)} does not say whether its answer is desirable",
+                have=f"{value!r:.60} in the column {self._label}",
+                want="true or false, 1 or 0",
+                do="correct the row, or name another column in method.label_column",
+            )
+        return (label,)
+
+    def _encode(self, indices: Sequence[int], rows: list[Row]) -> list[tuple[Encoded, ...]]:
         shaped = [self._read(index, row) for index, row in zip(indices, rows, strict=True)]
-        sides = [*chain.from_iterable(shaped)]
-        encoded = iter(self._whole(sides) if self._is_judged else self._encoded(sides))
-        return list(zip(encoded, encoded, strict=True))
+        answers = [*chain.from_iterable(shaped)]
+        encoded = iter(self._whole(answers) if self._is_judged else self._encoded(answers))
+        return list(zip(*[encoded] * len(self._answers), strict=True))
 
     def _whole(self, shaped: Sequence[Conversation | Text]) -> list[Encoded]:
         """Encode whole texts as `reward.models` read them. A plain text has no end-of-sequence token there."""
@@ -105,8 +191,8 @@ class PreferenceDataset(AnswerRows[tuple[Example, Example]]):
 
     def _read(self, index: int, row: Row) -> list[Conversation | Text]:
         name = self.rows.where(index)
-        answers = [value_at(row, column) for column in self._sides]
-        for column, answer in zip(self._sides, answers, strict=True):
+        answers = [value_at(row, column) for column in self._answers]
+        for column, answer in zip(self._answers, answers, strict=True):
             if not answer:
                 raise UsageError(
                     f"{name} has no answer in the column {column}",
@@ -114,17 +200,17 @@ class PreferenceDataset(AnswerRows[tuple[Example, Example]]):
                     want="a text, or messages",
                     do="correct the row",
                 )
-        if answers[0] == answers[1]:
+        if len(answers) == 2 and answers[0] == answers[1]:
             text = f"dropped rows whose chosen and rejected answers are equal, such as {name}"
             self._encoder.unread.note("equal answers", text)
         prompt = None if self._prompt is None else prompt_at(row, self._prompt)
-        if all(_is_whole(answer) for answer in answers):
+        if len(answers) == 2 and all(_is_whole(answer) for answer in answers):
             prompt, answers = self._divided(answers, name)
         if not prompt:
             raise UsageError(
                 f"{name} has no prompt",
                 have=f"columns {', '.join(row)}",
-                want=f"a prompt, or whole conversations in {' and '.join(self._sides)}",
+                want=f"a prompt, or whole conversations in {' and '.join(self._answers)}",
                 do="correct the row, or set data.prompt_column",
             )
         column = self._prompt or ""
@@ -143,6 +229,11 @@ class PreferenceDataset(AnswerRows[tuple[Example, Example]]):
                 do="correct the row",
             )
         return chosen[:shared], [chosen[shared:], rejected[shared:]]
+
+
+def _example(answer: Encoded, label: float) -> Example:
+    ids, mask = answer
+    return Example(token_ids=ids, loss_mask=mask, labels=np.full(len(ids), label, np.float32))
 
 
 def _is_whole(answer: Any) -> bool:

@@ -121,6 +121,8 @@ class RowDataset(ItemSequence[Item]):
         self._warned: set[str] = set()
         self._used: tuple[str, ...] = ()
         """The columns that are read."""
+        self._settings: object = None
+        """What the lengths depend on besides `data`."""
 
     @abstractmethod
     def _measure(self, indices: range, rows: list[Row]) -> list[tuple[int, bytes]]:
@@ -178,7 +180,8 @@ class RowDataset(ItemSequence[Item]):
         data = self._data.model_dump(exclude={"train", "validation", "max_rows"})
         kind = type(self).__name__
         ends = self._eos
-        named = (rows.digest, len(rows), rows.keys, kind, self.limit, data, ends, self._strict)
+        others = ends, self._strict, self._settings
+        named = (rows.digest, len(rows), rows.keys, kind, self.limit, data, *others)
         from burnish.data import length_cache
 
         key = length_cache.key_of(self._tokenizer, named)

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 from burnish.config.preferences import PreferenceSettings
 from burnish.config.schema import RunConfig
-from burnish.errors import BurnishError, UsageError
-from burnish.extend import PREFERENCE_LOSSES
+from burnish.errors import BurnishError, UsageError, count_text
+from burnish.extend import ANSWER_LOSSES, PREFERENCE_LOSSES
 from burnish.functions import did_you_mean
 from burnish.methods.pairs import PairMethod
 
 if TYPE_CHECKING:
+    from burnish.data.tasks import ItemSequence
+    from burnish.distributed.layout import Layout
     from burnish.engines.base import LossFn
     from burnish.methods.parts.offline_training import Models
+    from burnish.plan.model import Workload
     from burnish.records import Batch
+    from burnish.runs.setup import Foundation
     from burnish.tracking.stats import Stats
 
 _WITHOUT_REFERENCE = ("simpo", "orpo", "nll")
@@ -33,6 +38,10 @@ class DPO(PairMethod):
     Settings = PreferenceSettings
     card = ("batch.examples", "method.loss", "method.beta")
 
+    def answers_judged(self, config: RunConfig) -> int:
+        """See `PairMethod.answers_judged`."""
+        return 1 if self.settings(config).is_of_answers else 2
+
     def keeps_start(self, config: RunConfig) -> bool:
         """See `OfflineMethod.keeps_start`."""
         return bool(self.settings(config).reference == "initial")
@@ -41,12 +50,13 @@ class DPO(PairMethod):
         """See `Method.problems`."""
         yield from super().problems(config)
         settings = self.settings(config)
+        known = {**PREFERENCE_LOSSES, **ANSWER_LOSSES}
         for name in settings.loss:
-            if name not in PREFERENCE_LOSSES and ":" not in name:
+            if name not in known and ":" not in name:
                 yield UsageError(
                     f"method.loss: there is no preference loss {name}",
-                    want=f"{', '.join(PREFERENCE_LOSSES)}, or file.py:function",
-                    do=did_you_mean(name, PREFERENCE_LOSSES) or "correct method.loss",
+                    want=f"{', '.join(known)}, or file.py:function",
+                    do=did_you_mean(name, known) or "correct method.loss",
                 )
             elif (
                 settings.reference == "none" and name not in _WITHOUT_REFERENCE and ":" not in name
@@ -64,23 +74,96 @@ class DPO(PairMethod):
                 do="remove method.loss, for sigmoid",
             )
 
+        if settings.is_of_answers:
+            yield from self._problems_of_answers(config)
+
+    def _problems_of_answers(self, config: RunConfig) -> Iterator[BurnishError]:
+        settings = self.settings(config)
+        if others := [name for name in settings.loss if name not in ANSWER_LOSSES]:
+            yield UsageError(
+                "method.loss: kto judges single answers, and other losses compare two",
+                have=", ".join(settings.loss),
+                want="kto alone, or losses of pairs",
+                do=f"remove {', '.join(others)}, or kto",
+            )
+        if settings.length_normalized:
+            yield UsageError(
+                "method.length_normalized is not defined for kto",
+                want="log-ratios of whole answers, as in its paper",
+                do="remove method.length_normalized",
+            )
+        if config.data.streaming:
+            yield UsageError(
+                "kto reads each prompt with the answer to another one too, and streamed rows come one after the other",
+                have=f"data.streaming: {config.data.streaming}",
+                want="rows that can be read in any order",
+                do="remove data.streaming",
+            )
+
     def facts(self, config: RunConfig) -> Iterator[tuple[str, str]]:
         """See `Method.facts`."""
         settings = self.settings(config)
-        yield from super().facts(config)
+        if settings.is_of_answers:
+            yield "step", count_text(config.batch.examples, "row")
+        else:
+            yield from super().facts(config)
         losses = (
             name if weight == 1 else f"{weight:g} {name}" for name, weight in settings.loss.items()
         )
         yield "loss", f"{' + '.join(losses)}, beta {settings.beta:g}"
 
+    def workload(self, config: RunConfig) -> Workload:
+        """See `Method.workload`. Beside single answers, model and reference read mismatched ones."""
+        work = super().workload(config)
+        if not self.settings(config).is_of_answers:
+            return work
+        return replace(work, sequences=work.sequences // 2, scorings=3)
+
+    def batch(
+        self, dataset: ItemSequence[Any], rows: Sequence[int], models: Foundation, layout: Layout
+    ) -> Batch:
+        """See `OfflineMethod.batch`. The mismatched answers of kto lie beside the batch."""
+        from burnish.methods.parts.offline_training import batch_of
+
+        if not self.settings(models.config).is_of_answers:
+            return super().batch(dataset, rows, models, layout)
+        items = dataset.items(rows)
+        answers, mismatched = ([item[part::2] for item in items] for part in (0, 1))
+        beside = batch_of(mismatched, models, layout)
+        return replace(batch_of(answers, models, layout), beside=beside)
+
     def prepare(self, models: Models, batch: Batch) -> tuple[Batch, Stats]:
-        """Add the reference's log-probs."""
+        """Add the reference's log-probs, and kto's reference point."""
         from burnish.tracking.stats import Stats
 
-        return (batch if models.start is None else models.start_logprobs(batch)), Stats({})
+        if models.start is not None:
+            batch = models.start_logprobs(batch)
+        if batch.beside is None:
+            return batch, Stats({})
+        return _with_kl(models, batch, models.start_logprobs(batch.beside))
 
     def loss(self, config: RunConfig) -> LossFn:
         """See `OfflineMethod.loss`."""
-        from burnish.algorithms.preferences import pair_loss
+        from burnish.algorithms.preferences import answer_loss, pair_loss
 
-        return pair_loss(self.settings(config))
+        settings = self.settings(config)
+        return answer_loss(settings) if settings.is_of_answers else pair_loss(settings)
+
+
+def _with_kl(models: Models, batch: Batch, mismatched: Batch) -> tuple[Batch, Stats]:
+    """Add the mean log-ratio of mismatched answers, at least 0; return it, as it is, with this rank's part. Collective."""
+    from burnish.distributed.collectives import reduce_stats
+    from burnish.tracking.stats import Mean, Stats
+
+    stats = Stats({"kl": Mean(0.0, 0.0)})
+    parts = zip(
+        models.policy.forward(mismatched), mismatched.microbatches, mismatched.examples, strict=True
+    )
+    for outputs, micro, numbers in parts:
+        ratios = outputs.logprobs - micro.given("ref_logprobs").to(outputs.logprobs.device)
+        count = sum(number >= 0 for number in numbers)
+        stats = stats.merge(Stats({"kl": Mean(ratios.sum(), count)}))
+    whole = reduce_stats(stats, models.policy.layout, models.foundation.device)
+    kl = max(0.0, whole["kl"].value())
+    micros = tuple(replace(micro, kl=kl) for micro in batch.microbatches)
+    return replace(batch, microbatches=micros), stats

@@ -108,6 +108,14 @@ class OfflineMethod(Method):
 
         return example_dataset(foundation, paths, setting, first, progress)
 
+    def batch(
+        self, dataset: ItemSequence[Any], rows: Sequence[int], models: Foundation, layout: Layout
+    ) -> Batch:
+        """Return items of the data set, packed. Those examples that an item holds share a micro-batch."""
+        from burnish.methods.parts.offline_training import batch_of
+
+        return batch_of(dataset.items(rows), models, layout)
+
     def prepare(self, models: Models, batch: Batch) -> tuple[Batch, Stats]:
         """Complete a batch before its update, and return it with this rank's part of statistics. Collective."""
         from burnish.tracking.stats import Stats

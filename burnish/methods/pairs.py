@@ -28,6 +28,10 @@ class PairMethod(OfflineMethod):
     is_judged: ClassVar[bool] = False
     """Whether an answer is judged as a whole, with its prompt; otherwise its tokens are trained on."""
 
+    def answers_judged(self, config: RunConfig) -> int:
+        """Return of how many answers each term of the loss is."""
+        return 2
+
     def facts(self, config: RunConfig) -> Iterator[tuple[str, str]]:
         """See `Method.facts`."""
         yield "step", count_text(config.batch.examples, "pair")
@@ -45,9 +49,10 @@ class PairMethod(OfflineMethod):
 
     def prompt_of(self, rows: Any, config: DataConfig) -> Any:
         """See `Method.prompt_of`."""
-        from burnish.data.columns import preference_prompt_column, prompt_at
+        from burnish.data.columns import answer_columns, preference_prompt_column, prompt_at
 
-        column = preference_prompt_column(config, rows, self.Settings().sides)
+        answers = answer_columns(config, rows, self.Settings())
+        column = preference_prompt_column(config, rows, answers)
         return None if column is None else prompt_at(rows[0], column)
 
     def dataset(
@@ -63,21 +68,23 @@ class PairMethod(OfflineMethod):
         """See `Method.dataset`."""
         from burnish.runs.setup import preference_dataset
 
-        sides = self.settings(foundation.config).sides
+        settings = self.settings(foundation.config)
         return preference_dataset(
-            foundation, paths, setting, sides, first, progress, is_judged=self.is_judged
+            foundation, paths, setting, settings, first, progress, is_judged=self.is_judged
         )
 
     def measure(self, models: Models, batch: Batch) -> Stats:
         """Return the loss and the statistics of held-out pairs. Collective."""
         from burnish.tracking.stats import Mean, Stats
 
-        batch, _ = self.prepare(models, batch)
+        batch, prepared = self.prepare(models, batch)
         loss = self.loss(models.foundation.config)
-        stats = Stats({"loss": Mean(0.0, 0.0)})
-        for outputs, micro in zip(models.policy.forward(batch), batch.microbatches, strict=True):
+        judged = self.answers_judged(models.foundation.config)
+        stats = Stats({"loss": Mean(0.0, 0.0), **prepared})
+        parts = zip(models.policy.forward(batch), batch.microbatches, batch.examples, strict=True)
+        for outputs, micro, numbers in parts:
             part, own = loss(outputs, micro.to(models.foundation.device))
-            pairs = micro.num_sequences // 2
-            own["loss"] = Mean(part.detach() * pairs, (micro.cu_seqlens.numel() - 1) // 2)
+            terms = sum(number >= 0 for number in numbers) // judged
+            own["loss"] = Mean(part.detach() * (micro.num_sequences // judged), terms)
             stats = stats.merge(own)
         return stats

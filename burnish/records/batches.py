@@ -34,6 +34,8 @@ class MicroBatch(TrainingArrays[Tensor]):
     """Sequences with at least one loss token in the *global* batch."""
     selected: Tensor | None = None
     """[T] bool or None; tokens that the policy loss treats differently (`algorithms.token_selection`)."""
+    kl: float = 0.0
+    """KTO's reference point: how far the policy is from the reference over the *global* batch, at least 0."""
     temperature: float = 1.0
     """Divides the logits before log-probs are taken: the policy that sampled at this temperature is the one trained."""
 
@@ -109,6 +111,8 @@ class Batch:
     """Sum over rounds of the costliest rank's estimated time, over the mean of the ranks' sums; 1: no rank waits."""
     seed: int = 0
     """The run's seed, from which dropout follows in a training pass."""
+    beside: Batch | None = None
+    """Sequences that a step reads without training on them, such as KTO's mismatched answers."""
 
     @property
     def is_routed(self) -> bool:

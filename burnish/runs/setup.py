@@ -61,6 +61,7 @@ from burnish.runs.verify_inputs import Intact
 from burnish.tracking.progress import Progress
 
 if TYPE_CHECKING:
+    from burnish.config.preferences import PairSettings
     from burnish.data.examples import ExampleDataset
     from burnish.data.preferences import PreferenceDataset
     from burnish.data.streaming import Stream
@@ -493,22 +494,24 @@ def preference_dataset(
     foundation: Foundation,
     paths: Sequence[str],
     setting: str,
-    sides: tuple[str, str],
+    settings: PairSettings,
     first: int | None = None,
     progress: Progress | None = None,
     *,
     is_judged: bool = False,
 ) -> PreferenceDataset:
-    """Read the pairs of answers in `paths`, or in their `first` rows. Collective. `sides`, `is_judged`: see `PreferenceDataset`."""
+    """Read the answers in `paths`, or in their `first` rows. Collective. `settings`, `is_judged`: see `PreferenceDataset`."""
+    from burnish.data.columns import answer_columns
     from burnish.data.preferences import PreferenceDataset
 
     rows = _rows(foundation, paths, setting, progress).first(first)
-    limit, name = _example_limit(foundation, setting, sharing=len(sides))
+    answers = answer_columns(foundation.config.data, rows, settings)
+    limit, name = _example_limit(foundation, setting, sharing=len(answers))
     return PreferenceDataset(
         rows,
         foundation.tokenizer,
         foundation.config.data,
-        sides,
+        settings,
         limit,
         progress,
         foundation.layout,

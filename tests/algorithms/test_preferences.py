@@ -9,9 +9,9 @@ import pytest
 import torch
 from numpy import exp, log
 
-from burnish.algorithms.preferences import Side, pair_loss
+from burnish.algorithms.preferences import Side, answer_loss, kto, pair_loss
 from burnish.config.preferences import PreferenceSettings
-from burnish.extend import PREFERENCE_LOSSES
+from burnish.extend import ANSWER_LOSSES, PREFERENCE_LOSSES
 from burnish.functions import load_function
 from burnish.records import MicroBatch, TokenOutputs
 
@@ -93,6 +93,36 @@ def test_it_is_the_formula_with_its_gradient(name: str, length_normalized: bool)
         assert float(tensor.grad[place]) == pytest.approx(slope, rel=1e-5, abs=1e-8)
 
 
+@pytest.mark.parametrize("kl", [0.0, 0.7])
+def test_kto_is_the_formula_with_its_gradient(kl: float) -> None:
+    assert ANSWER_LOSSES.keys() == {"kto"}
+    settings = PreferenceSettings(beta=0.3, desirable_weight=0.8, undesirable_weight=1.5)
+    draw = np.random.default_rng(1)
+    lengths = LENGTHS.ravel()
+    policy, reference = -lengths * draw.uniform(0.1, 2.0, (2, 6))
+    labels = np.array([1.0, -1.0, 1.0, 1.0, -1.0, 0.0])  # the last one is filler
+    tensor = torch.tensor(policy, requires_grad=True)
+    others = [torch.tensor(each) for each in (reference, lengths, labels)]
+    loss = kto(Side(tensor, *others), kl, settings)
+
+    def by_paper(policy: Any) -> Any:
+        z = settings.beta * (policy - reference - kl)
+        good = settings.desirable_weight * (1 - sigmoid(z))
+        bad = settings.undesirable_weight * (1 - sigmoid(-z))
+        return np.where(labels > 0, good, np.where(labels < 0, bad, 0.0))
+
+    np.testing.assert_allclose(loss.detach(), by_paper(policy), rtol=1e-7)  # weights are fp32
+    loss.sum().backward()
+    step = 1e-6
+    assert tensor.grad is not None
+    for place in range(len(policy)):
+        moved = np.zeros_like(policy)
+        moved[place] = step
+        ends = [by_paper(policy + d).sum() for d in (moved, -moved)]
+        slope = (ends[0] - ends[1]) / (2 * step)
+        assert float(tensor.grad[place]) == pytest.approx(slope, rel=1e-5, abs=1e-8)
+
+
 def test_filler_adds_nothing_and_has_a_gradient() -> None:
     micro = MicroBatch(
         input_ids=torch.zeros(2, dtype=torch.int64),
@@ -102,10 +132,11 @@ def test_filler_adds_nothing_and_has_a_gradient() -> None:
         num_sequences=4,
     )
     logprobs = torch.full((2,), torch.nan, requires_grad=True)
-    settings = PreferenceSettings(loss=dict.fromkeys(PREFERENCE_LOSSES, 1.0))
-    loss, stats = pair_loss(settings)(TokenOutputs(logprobs=logprobs), micro)
-    loss.backward()  # type: ignore[no-untyped-call]
-    assert loss.item() == 0.0
-    assert logprobs.grad is not None
-    assert not logprobs.grad.any()
-    assert stats["accuracy"].count == 0  # type: ignore[union-attr]
+    for made, names in ((pair_loss, PREFERENCE_LOSSES), (answer_loss, ANSWER_LOSSES)):
+        settings = PreferenceSettings(loss=dict.fromkeys(names, 1.0))
+        loss, stats = made(settings)(TokenOutputs(logprobs=logprobs), micro)
+        loss.backward()  # type: ignore[no-untyped-call]
+        assert loss.item() == 0.0
+        assert logprobs.grad is not None
+        assert not logprobs.grad.any()
+        assert stats["accuracy"].count == 0  # type: ignore[union-attr]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,16 +13,14 @@ from support.models.engines import CPU, make_engine, make_frozen
 from support.models.tiny import save_base
 from support.runs.training_files import write_rows
 
-from burnish.algorithms.preferences import pair_loss
-from burnish.config.preferences import PreferenceSettings
-from burnish.config.schema import DataConfig, ModelConfig, OptimConfig
-from burnish.data.batching import make_batch
+from burnish.config.schema import OptimConfig, RunConfig
 from burnish.data.preferences import PreferenceDataset
 from burnish.data.sources import load_rows
 from burnish.data.tokenizer import load_tokenizer
-from burnish.distributed.layout import Layout
 from burnish.distributed.processes import process_group
 from burnish.engines.base import Engine, Part
+from burnish.methods.dpo import DPO
+from burnish.methods.parts.offline_training import Models
 from burnish.models.loading import read_model_config
 from burnish.models.meta_init import count_flops
 
@@ -41,7 +40,7 @@ KEEPS_FIRST_MOMENT = 0.5
 Found = tuple[float, dict[str, np.ndarray]]
 """A loss, and gradients by name."""
 
-DPO: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "sigmoid": ({}, {"loss_type": ["sigmoid"]}),
     "ipo": ({"loss": {"ipo": 1.0}}, {"loss_type": ["ipo"]}),
     "hinge": ({"loss": {"hinge": 1.0}}, {"loss_type": ["hinge"]}),
@@ -117,12 +116,6 @@ def load_plain(path: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
 
 
-def engines(work: Path, layout: Layout) -> tuple[Engine, Engine]:
-    optim = OptimConfig(betas=(KEEPS_FIRST_MOMENT, 0.9), weight_decay=0.0)
-    policy = make_engine(layout, work / "policy", optim, max_grad_norm=1e9)
-    return policy, make_frozen(layout, work / "reference", policy)
-
-
 def gradients_of(engine: Engine) -> dict[str, np.ndarray]:
     """AdamW's first moment after one step is this part of the gradient."""
     return {
@@ -132,25 +125,41 @@ def gradients_of(engine: Engine) -> dict[str, np.ndarray]:
     }
 
 
-def by_us(work: Path, given: list[dict[str, Any]], beta: float = BETA, **settings: Any) -> Found:
-    write_rows(work / "pairs.jsonl", given)
-    tokenizer = load_tokenizer(str(work / "policy"))
-    rows = load_rows([str(work / "pairs.jsonl")], "data.train")
-    sides = ("chosen", "rejected")
+def by_us(
+    work: Path,
+    given: list[dict[str, Any]],
+    *,
+    models: tuple[str, str] = ("policy", "reference"),
+    **settings: Any,
+) -> Found:
+    """The same by the method's own steps."""
+    write_rows(work / "rows.jsonl", given)
+    policy, reference = (work / name for name in models)
+    method = DPO()
+    chosen = {
+        "model": {"path": str(policy)},
+        "data": {"train": [str(work / "rows.jsonl")]},
+        "batch": {"examples": len(given), "tokens_per_device": 48},
+        "method": {"beta": BETA, **settings},
+    }
+    config = RunConfig.model_validate(chosen)
+    tokenizer = load_tokenizer(str(policy))
+    rows = load_rows(config.data.train, "data.train")
     eos = [int(tokenizer.eos_token_id)]
-    data = PreferenceDataset(rows, tokenizer, DataConfig(), sides, 64, eos_token_ids=eos)
-    pairs = data.items(range(len(data)))
-    flops = count_flops(read_model_config(ModelConfig(path=str(work / "policy"))))
+    read = method.settings(config)
+    data = PreferenceDataset(rows, tokenizer, config.data, read, 64, eos_token_ids=eos)
+    costs = count_flops(read_model_config(config.model))
+    foundation: Any = SimpleNamespace(config=config, costs=costs, device=CPU)
+    optim = OptimConfig(betas=(KEEPS_FIRST_MOMENT, 0.9), weight_decay=0.0)
     with process_group(CPU, 60) as layout:
-        policy, reference = engines(work, layout)
-        examples = [example for pair in pairs for example in pair]
-        batch = make_batch(examples, layout, 80, flops, together=[2] * len(pairs))
+        engine = make_engine(layout, policy, optim, max_grad_norm=1e9)
+        frozen = make_frozen(layout, reference, engine) if method.keeps_start(config) else None
+        batch = method.batch(data, range(len(data)), foundation, layout)
         assert len(batch.microbatches) > 1
-        batch = batch.with_logprobs("ref_logprobs", reference.forward(batch))
-        loss = pair_loss(PreferenceSettings(beta=beta, **settings))
-        found = policy.forward_backward(batch, loss).values_by_name()["loss"]
-        policy.optim_step(0.0)
-        return found, gradients_of(policy)
+        batch, _ = method.prepare(Models(foundation, engine, frozen), batch)
+        found = engine.forward_backward(batch, method.loss(config)).values_by_name()["loss"]
+        engine.optim_step(0.0)
+        return found, gradients_of(engine)
 
 
 def same(ours: Found, theirs: Found) -> None:
@@ -162,9 +171,9 @@ def same(ours: Found, theirs: Found) -> None:
         np.testing.assert_allclose(ours[1][name], gradient, rtol=0, atol=1e-5 * size, err_msg=name)
 
 
-@pytest.mark.parametrize("name", DPO)
+@pytest.mark.parametrize("name", CASES)
 def test_dpo_is_trls(work: Path, name: str) -> None:
-    ours, theirs = DPO[name]
+    ours, theirs = CASES[name]
     same(by_us(work, PAIRS, **ours), of_dpo(work, PAIRS, theirs))
 
 
@@ -203,3 +212,24 @@ def test_orpo_is_trls(work: Path) -> None:
     (one, gradients_of_one), (none, gradients_of_none) = found
     theirs = {name: each - gradients_of_none[name] for name, each in gradients_of_one.items()}
     same(by_us(work, PAIRS, loss={"orpo": 1.0}, reference="none"), (one - none, theirs))
+
+
+ANSWERS = [
+    {"prompt": row["prompt"], "completion": row[column], "label": column == "chosen"}
+    for row, column in zip(PAIRS, ("chosen", "rejected", "chosen", "chosen"), strict=True)
+]
+
+
+@pytest.mark.parametrize("models", [("policy", "reference"), ("reference", "policy")])
+@pytest.mark.parametrize("weights", [(1.0, 1.0), (0.7, 1.3)])
+def test_kto_is_trls(work: Path, models: tuple[str, str], weights: tuple[float, float]) -> None:
+    from trl import KTOConfig, KTOTrainer
+
+    alike = dict(zip(("desirable_weight", "undesirable_weight"), weights, strict=True))
+    policy, reference = (load_plain(work / name) for name in models)
+    config = KTOConfig(**arguments(work, beta=BETA, **alike))
+    trainer = KTOTrainer(policy, reference, config, **data_of(work, ANSWERS))
+    theirs = by_trl(trainer)
+    kl = trainer._metrics["train"]["kl"][0]
+    assert (kl > 0) == (models[0] == "reference")  # otherwise it counts as 0
+    same(by_us(work, ANSWERS, models=models, loss={"kto": 1.0}, **alike), theirs)

@@ -20,6 +20,11 @@ from support.runs.training_files import (
 )
 
 RUN = ("dpo", "dpo.yaml")
+KTO = ["method.loss={kto: 1}"]
+ANSWERS = [
+    {"prompt": row["prompt"], "completion": row[column], "label": column == "chosen"}
+    for row, column in zip(PAIRS, ["chosen", "rejected"] * 8, strict=True)
+]
 LAYOUTS = {
     "fsdp": [],
     "tp": ["engine.tensor_parallel=2"],
@@ -32,6 +37,7 @@ LAYOUTS = {
 def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
     work = tmp_path_factory.mktemp("dpo")
     begin_pairs(work, "dpo.yaml")
+    write_rows(work / "answers.jsonl", ANSWERS)
     return work
 
 
@@ -96,6 +102,37 @@ def test_losses_may_be_added_and_ones_own(work: Path) -> None:
     assert row["train/loss"] == pytest.approx(added, rel=1e-5)
 
 
+def test_kto_learns_from_answers_and_from_pairs(work: Path) -> None:
+    """A pair is two answers, whose mismatched ones are of the row before."""
+    answers = done(work, *RUN, *KTO, "name=kto", "data.train=[answers.jsonl]", "steps=2")
+    rows = metrics(answers)
+    assert rows[0]["train/loss"] == pytest.approx(0.5, abs=1e-6)  # r and z are 0
+    assert rows[0]["train/kl"] == pytest.approx(0.0, abs=1e-6)
+    assert abs(rows[1]["train/kl"]) > 1e-4
+    assert rows[1]["train/loss"] != pytest.approx(0.5, abs=1e-4)
+    pairs = done(work, *RUN, *KTO, "name=kto-pairs", "steps=2", "data.validation=[pairs.jsonl]")
+    assert metrics(pairs)[0]["val/loss"] == pytest.approx(0.5, abs=1e-6)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("layout", ["fsdp", "tp", "sp"])
+def test_two_processes_do_what_one_does_with_kto(work: Path, layout: str) -> None:
+    argv = [*RUN, *KTO, "data.train=[answers.jsonl]", "data.validation=[pairs.jsonl]"]
+    one = done(work, *argv, f"name=kto-alone-{layout}")
+    assert_same(done(work, *argv, f"name=kto-{layout}", *LAYOUTS[layout], world=2), one)
+
+
+@pytest.mark.nightly
+def test_a_killed_run_of_kto_goes_on_to_the_bit(work: Path) -> None:
+    argv = [*RUN, *KTO, "data.train=[answers.jsonl]", "checkpoint.save_every=1"]
+    argv += ["model.lora.rank=4", "data.shuffle=true"]
+    whole = done(work, *argv, "name=kto-whole")
+    at = At("burnish.methods.parts.offline_training:make_batch", 5, signal.SIGKILL)
+    (command,) = ranks(work, [*argv, "name=kto-killed"], 1, at=at)
+    assert command.wait() != 0
+    assert_same(done(work, *argv, "name=kto-killed"), whole)
+
+
 @pytest.mark.parametrize(
     ("argv", "facts"),
     [
@@ -105,12 +142,17 @@ def test_losses_may_be_added_and_ones_own(work: Path) -> None:
         (["method.beta=0"], ["method", "beta"]),
         (["data.train=[train.jsonl]"], ["chosen"]),
         (["data.train=[one-sided.jsonl]"], ["one-sided.jsonl", "rejected"]),
+        (["data.train=[answers.jsonl]"], ["answers.jsonl", "kto"]),
+        ([*KTO, "data.train=[unclear.jsonl]"], ["row 1", "'good'", "method.label_column"]),
+        (["method.loss={kto: 1, nll: 1}"], ["nll", "kto"]),
+        ([*KTO, "method.length_normalized=true"], ["method.length_normalized"]),
     ],
 )
 def test_mistakes_end_before_anything_is_written(
     work: Path, argv: list[str], facts: list[str]
 ) -> None:
     write_rows(work / "one-sided.jsonl", [*PAIRS[:2], {"prompt": "1+1=", "chosen": "2"}])
+    write_rows(work / "unclear.jsonl", [ANSWERS[0], {**ANSWERS[1], "label": "good"}])
     code, output = burnish(work, *RUN, "name=wrong", *argv, "--dry-run")
     assert code in (2, 5), output
     said = output.partition("error: ")[2]

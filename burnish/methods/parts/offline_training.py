@@ -61,7 +61,7 @@ class Models:
 def batch_of(
     rows: Sequence[Example | tuple[Example, ...]], models: Foundation, layout: Layout
 ) -> Batch:
-    """Pack the examples of rows. Those of one row share a micro-batch."""
+    """Pack the examples of items. Those of one item share a micro-batch."""
     parts = [row if isinstance(row, tuple) else (row,) for row in rows]
     return make_batch(
         [*chain.from_iterable(parts)],
@@ -114,7 +114,7 @@ def train(method: OfflineMethod, config: RunConfig, layout: Layout, device: torc
 
         def make_next() -> tuple[Batch, State]:
             with agree(layout if streaming else Layout()):
-                batch = batch_of(dataset.items(loader.take(size)), foundation, engine.layout)
+                batch = method.batch(dataset, loader.take(size), foundation, engine.layout)
             return batch, loader.state
 
         ahead = None

@@ -35,7 +35,7 @@ from burnish.errors import StoppedError
 from burnish.methods.offline import OfflineMethod
 from burnish.methods.parts.generators import make_collector
 from burnish.methods.parts.judges import load_judge
-from burnish.methods.parts.offline_training import Models, batch_of
+from burnish.methods.parts.offline_training import Models
 from burnish.methods.parts.rollouts import Collector, Judge, sampling
 from burnish.methods.sft import SFT
 from burnish.records import Batch, Prompt
@@ -187,7 +187,7 @@ def example_validation(
         stats = Stats({})
         for start in range(0, len(rows), size):
             check()
-            batch = batch_of(dataset.items(rows[start : start + size]), foundation, layout)
+            batch = method.batch(dataset, rows[start : start + size], foundation, layout)
             stats = stats.merge(method.measure(models, batch))
         values = reduce_stats(stats, layout, foundation.device).values_by_name()
         return {f"val/{name}": value for name, value in values.items()}, None
