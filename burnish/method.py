@@ -125,7 +125,7 @@ class Method(ABC):
             )
         reads_train = self.trains or config.data.held_out
         files = "data.train" if reads_train else "data.validation"
-        brings_rows = self.generates and self.trains and config.rollout.environment.target
+        brings_rows = self.generates and config.rollout.environment.target
         if not brings_rows:  # otherwise the environment is asked for rows
             problems += missing_files(config, files, "train" if self.trains else "evaluate")
         refuse(problems)

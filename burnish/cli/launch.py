@@ -9,6 +9,7 @@ from contextlib import closing
 from functools import partial
 
 from burnish.api import named_run
+from burnish.config.environment import EnvironmentConfig
 from burnish.config.load import read_config
 from burnish.distributed.layout import Layout
 from burnish.errors import UsageError, install, refusing
@@ -86,5 +87,8 @@ def serve_run(args: Namespace) -> None:
     from burnish.runs.setup import lay_foundation
 
     device = pick_device(local_rank=0)
+    # The run plays the environment. Here nobody needs its rows.
+    rollout = config.rollout.model_copy(update={"environment": EnvironmentConfig()})
+    config = config.model_copy(update={"rollout": rollout})
     _, local = local_inputs(config, device, trains=False)
     serve_at(lay_foundation(local, Layout(), device), args.host, args.port)

@@ -58,11 +58,12 @@ class Evaluation(Method):
 
     def facts(self, config: RunConfig) -> Iterator[tuple[str, str]]:
         """See `Method.facts`."""
-        from burnish.runs.summary import sampling_text
+        from burnish.runs.summary import environment_rows, sampling_text
 
         if config.scores:
             samples = f"{config.evaluation.n} per prompt, {sampling_text(config.evaluation)}"
             yield "completions", samples
+            yield from environment_rows(config.rollout.environment)
         else:
             yield "measures", "loss per token of held-out examples (there are no reward.functions)"
 

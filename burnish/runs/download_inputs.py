@@ -84,7 +84,7 @@ def _copy_all(
         _replace_model(values["model"], watch)
     _copy_models(values, watch, trains=trains, only_small=only_small)
     _copy_single_files(values, watch)
-    _bring_rows(values)
+    _bring_rows(values, trains=trains)
     data = DataConfig.model_validate(values["data"])
     for name in data_entries(data, trains=trains):
         # Streamed data is read from where it lies.
@@ -92,14 +92,16 @@ def _copy_all(
             _copy_data(values["data"], name, watch, only_small=only_small)
 
 
-def _bring_rows(values: dict[str, Any]) -> None:
-    """Let an environment that brings its rows stand for `data.train`, if that is not given."""
+def _bring_rows(values: dict[str, Any], *, trains: bool) -> None:
+    """Let the rows that an environment brings stand for `data.train`, or `data.validation` of an evaluation, if that is not given."""
     settings = values["rollout"]["environment"]
     if settings["verifiers"] is not None:  # its client renders messages itself
         folder = values["model"]["tokenizer"] or values["model"]["path"]
         settings["kwargs"] = {"tokenizer": str(folder), **settings["kwargs"]}
     environment = EnvironmentConfig.model_validate(settings)
-    if environment.target is None or values["data"]["train"]:
+    held_out = DataConfig.model_validate(values["data"]).held_out
+    name, purpose = ("train", "train") if trains or held_out else ("validation", "evaluate")
+    if environment.target is None or values["data"][name]:
         return
     from burnish.data.in_memory import stored
     from burnish.environments.pool import EnvironmentPool
@@ -108,12 +110,12 @@ def _bring_rows(values: dict[str, Any]) -> None:
         rows = pool.described.rows
     if not rows:
         raise UsageError(
-            "there is nothing to train on",
-            have=f"data.train: [], and {environment.target} brings no rows",
+            f"there is nothing to {purpose} on",
+            have=f"data.{name}: [], and {environment.target} brings no rows",
             want="at least one row",
-            do="set data.train=FILE, or let the class have a classmethod `rows`",
+            do=f"set data.{name}=FILE, or let the class have a classmethod `rows`",
         )
-    values["data"]["train"] = [stored(rows, "rollout.environment")]
+    values["data"][name] = [stored(rows, "rollout.environment")]
 
 
 def _replace_model(model: dict[str, Any], watch: Watch | None) -> None:

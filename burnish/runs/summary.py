@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 
+from burnish.config.environment import EnvironmentConfig
 from burnish.config.schema import (
     AlgorithmConfig,
     BatchConfig,
@@ -42,8 +43,9 @@ _BRIEF = (
     "length",
     "writes",
 )
-_OF_MEASUREMENTS = ("completions", "measures")
+_OF_MEASUREMENTS = ("completions", "measures", "environment")
 """Rows at the start of a run, and further ones at the start of a measurement."""
+_BROUGHT = "rows of the environment"
 # Most seconds for counting the rows of a data set.
 _COUNTING_SECONDS = 0.3
 _CHUNK = 1 << 20
@@ -82,15 +84,17 @@ def summary(
         if data.train:
             text, count, about = _data(data.train, "data.train")
         else:
-            text = "rows of the environment"
+            text = _BROUGHT
         if data.max_rows is not None:
             text += f", the first {count_text(data.max_rows, 'row')}"
             count, about = (data.max_rows, "") if count > data.max_rows else (count, about)
         rows.append(("train on", text))
         count -= part_of(data.held_out, count) if data.held_out else 0
     if data.validation or data.held_out or not method.trains:
-        text = f"{data.held_out} of the rows of data.train" if data.held_out else ""
-        rows.append(("validate on", text or _data(data.validation, "data.validation")[0]))
+        text = f"{data.held_out} of the rows of data.train" if data.held_out else _BROUGHT
+        if data.validation and not data.held_out:
+            text, *_ = _data(data.validation, "data.validation")
+        rows.append(("validate on", text))
     rows += method.facts(config)
     budget = config.batch.tokens_per_device
     rows.append(("micro-batch", f"at most {budget} tokens on each device"))
@@ -142,8 +146,14 @@ def sampling_rows(
     prompt = f"prompt at most {longest_prompt} tokens, " if longest_prompt else ""
     yield "lengths", f"{prompt}completion at most {rollout.max_response_length} tokens"
     yield "completions", sampling_text(rollout)
-    for name, value in rollout.environment.named.items():
-        yield "environment", value if name == "function" else f"{name} {value}"
+    yield from environment_rows(rollout.environment)
+
+
+def environment_rows(environment: EnvironmentConfig) -> Iterator[Row]:
+    """Yield what the model talks with, if it talks."""
+    turns = f"at most {count_text(environment.max_turns, 'turn')}"
+    for name, value in environment.named.items():
+        yield "environment", f"{value if name == 'function' else f'{name} {value}'}, {turns}"
 
 
 def formula_rows(

@@ -44,6 +44,7 @@ def test_an_ending_of_one_setting_stands_for_it() -> None:
         ("model=DIR", "model.path=DIR"),
         ("data=[a.jsonl, b.jsonl]", "data.train=[a.jsonl, b.jsonl]"),
         ("reward=numeric", "reward.functions=numeric"),
+        ("environment=a.py:Game", "rollout.environment.function=a.py:Game"),
     ],
 )
 def test_the_command_line_takes_short_names(short: str, full: str) -> None:

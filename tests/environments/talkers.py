@@ -167,6 +167,18 @@ class Capitals(burnish.Environment):
         return burnish.Observation(again, rewards={"capitals": share}, done=self.turns == 3)
 
 
+class Bringing(Capitals):
+    """Brings its rows."""
+
+    @classmethod
+    def rows(cls, size: int = 5):
+        """Make rows."""
+        return [{"prompt": f"Say {number}", "answer": str(number)} for number in range(size)]
+
+    def __init__(self, size: int = 5) -> None:
+        self.size = size
+
+
 class Described(burnish.Environment):
     """An environment whose tools depend on its arguments."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import signal
 from pathlib import Path
@@ -162,6 +163,23 @@ def test_kills_at_random_moments_change_nothing(work, phase):
         code, output = burnish(work, *argv, at=at)
         assert code == -signal.SIGKILL, output
         assert outcome(done(work, *argv)) == calm, at
+
+
+@pytest.mark.nightly
+def test_an_evaluation_plays_held_out_rows_or_those_that_the_environment_brings(work):
+    run = done(work, *RL, "name=played", "steps=1")
+    played = json.loads(burnish(work, "eval", str(run), "--json")[1].splitlines()[-1])
+    rows = [row for row in metrics(run) if "val/reward" in row]
+    assert rows[-1] | played == rows[-1]
+    assert played["val/environment/turns"] == 3
+    brings = [f"environment={TALKERS}:Bringing", "rollout.environment.kwargs.size=3"]
+    for rows in ("data.validation=[]", "data.validation=[validation.jsonl]"):
+        code, output = burnish(work, "eval", *RL[1:], *brings, rows, "evaluation.n=2")
+        assert code == 0, output
+    one, other = (work / "runs" / "run" / "evaluations" / name for name in "12")
+    assert len(rollouts(one, 0, "validation")) == 3 * 2
+    assert len(rollouts(other, 0, "validation")) > 3 * 2
+    assert burnish(work, "eval", *RL[1:], "data.validation=[]")[0] == 2
 
 
 @pytest.mark.parametrize(
