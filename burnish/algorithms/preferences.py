@@ -33,7 +33,7 @@ class Side:
     lengths: Tensor
     """[P] tokens that are trained on."""
     labels: Tensor = field(default_factory=lambda: torch.zeros(()))
-    """[P] of single answers: 1 for a desirable one, -1 for another, 0 for filler."""
+    """[P] of pairs, the margin by which the chosen answer should win; of single answers 1 for a desirable one, -1 for another, 0 for filler."""
 
     @property
     def means(self) -> Tensor:
@@ -51,8 +51,8 @@ PairLoss = Callable[[Side, Side, PreferenceSettings], Tensor]
 
 
 def sigmoid(chosen: Side, rejected: Side, settings: PreferenceSettings) -> Tensor:
-    """-log σ(β (r_c - r_l)) (DPO, arXiv 2305.18290, equation 7), with label smoothing ε as in cDPO."""
-    return _smoothed(_margin(chosen, rejected, settings), settings)
+    """-log σ(β (r_c - r_l) - m) (DPO, arXiv 2305.18290, equation 7), with label smoothing ε as in cDPO. m is the row's margin (2402.10571)."""
+    return _smoothed(_margin(chosen, rejected, settings) - chosen.labels, settings)
 
 
 def ipo(chosen: Side, rejected: Side, settings: PreferenceSettings) -> Tensor:
@@ -62,14 +62,14 @@ def ipo(chosen: Side, rejected: Side, settings: PreferenceSettings) -> Tensor:
 
 
 def hinge(chosen: Side, rejected: Side, settings: PreferenceSettings) -> Tensor:
-    """max(0, 1 - β (r_c - r_l)) (SLiC, arXiv 2305.10425, as arXiv 2309.06657 normalizes it)."""
-    return relu(1 - _margin(chosen, rejected, settings))
+    """max(0, 1 - β (r_c - r_l) + m) (SLiC, arXiv 2305.10425, as arXiv 2309.06657 normalizes it). m is the row's margin."""
+    return relu(1 - _margin(chosen, rejected, settings) + chosen.labels)
 
 
 def simpo(chosen: Side, rejected: Side, settings: PreferenceSettings) -> Tensor:
-    """-log σ(β (log π(c)/|c| - log π(l)/|l|) - γ) (SimPO, arXiv 2405.14734, equation 6). It takes no reference."""
+    """-log σ(β (log π(c)/|c| - log π(l)/|l|) - γ - m) (SimPO, arXiv 2405.14734, equation 6). It takes no reference. m is the row's margin."""
     margin = settings.beta * (chosen.means - rejected.means)
-    return _smoothed(margin - settings.simpo_gamma, settings)
+    return _smoothed(margin - settings.simpo_gamma - chosen.labels, settings)
 
 
 def orpo(chosen: Side, rejected: Side, settings: PreferenceSettings) -> Tensor:
@@ -97,8 +97,8 @@ def apo_down(chosen: Side, rejected: Side, settings: PreferenceSettings) -> Tens
 
 
 def robust(chosen: Side, rejected: Side, settings: PreferenceSettings) -> Tensor:
-    """[-(1-ε) log σ(m) + ε log σ(-m)] / (1-2ε), m = β (r_c - r_l) (rDPO, arXiv 2403.00409, equation 11)."""
-    margin = _margin(chosen, rejected, settings)
+    """[-(1-ε) log σ(x) + ε log σ(-x)] / (1-2ε), x = β (r_c - r_l) - m (rDPO, arXiv 2403.00409, equation 11). m is the row's margin."""
+    margin = _margin(chosen, rejected, settings) - chosen.labels
     noise = settings.label_smoothing
     return (-(1 - noise) * logsigmoid(margin) + noise * logsigmoid(-margin)) / (1 - 2 * noise)
 
@@ -186,9 +186,10 @@ def answer_loss(
 
 
 def reward_loss(center: float) -> Callable[[TokenOutputs, MicroBatch], tuple[Tensor, Stats]]:
-    """Return -log σ(r_c - r_l) + `center` (r_c + r_l)², averaged over the pairs of the global batch.
+    """Return -log σ(r_c - r_l - m) + `center` (r_c + r_l)², averaged over the pairs of the global batch.
 
-    The first term is Bradley and Terry's (arXiv 2203.02155, equation 1). r is the value at a sequence's last token. Statistics:
+    The first term is Bradley and Terry's (arXiv 2203.02155, equation 1), with the margin m of Llama 2 (2307.09288, equation 2). r is the
+    value at a sequence's last token. Statistics:
     `accuracy`, `margin`, `reward/chosen`, `reward/rejected`.
     """
 
@@ -196,7 +197,8 @@ def reward_loss(center: float) -> Callable[[TokenOutputs, MicroBatch], tuple[Ten
         count = (micro.cu_seqlens.numel() - 1) // 2
         last = micro.cu_seqlens[1 : 2 * count + 1].long() - 1
         chosen, rejected = outputs.values[last].view(count, 2).unbind(1)
-        losses = -logsigmoid(chosen - rejected) + center * (chosen + rejected) ** 2
+        margins = 0.0 if micro.labels is None else micro.labels[last[::2]]
+        losses = -logsigmoid(chosen - rejected - margins) + center * (chosen + rejected) ** 2
         return losses.sum() / (micro.num_sequences // 2), _judgements(chosen, rejected)
 
     return bradley_terry

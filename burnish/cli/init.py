@@ -12,7 +12,8 @@ from typing import Any
 from burnish.cli.output import print_text
 from burnish.config.document import one_line
 from burnish.config.schema import DataConfig
-from burnish.data.columns import answer_column, answer_columns, is_data
+from burnish.data.columns import answer_column, is_data
+from burnish.data.preference_columns import answer_columns
 from burnish.method import Method
 from burnish.methods.pairs import PairMethod
 from burnish.methods.table import METHODS
@@ -56,7 +57,7 @@ def init(args: Namespace) -> None:
         values["function"] = f"{_write(files)['rewards.py']}:{name}"
     values["loss"] = _LOSS
     if rows is not None and isinstance(method, PairMethod):
-        is_single = len(answer_columns(DataConfig(), rows, method.Settings())) == 1
+        is_single = answer_columns(DataConfig(), rows, method.Settings()) == ("completion",)
         values["loss"] = _LOSS_OF_ANSWERS if is_single else _LOSS
     starter = f"{method.name}.yaml"
     text = Template((_STARTERS / starter).read_text())

@@ -8,6 +8,9 @@ from pydantic import Field
 
 from burnish.config.section import Section
 
+SCORES = (("score_chosen", "score_rejected"), ("chosen_score", "rejected_score"))
+"""The usual columns of the scores of both answers."""
+
 
 class PairSettings(Section):
     """Where pairs of answers stand."""
@@ -16,6 +19,16 @@ class PairSettings(Section):
     """The column of the answers that were preferred."""
     rejected_column: str = "rejected"
     """The column of the others."""
+    completions_column: str = "completions"
+    """The column of ranked lists: several answers to one prompt, beside a list of their scores or ranks. All pairs of them with different ones are trained on."""
+    scores_column: str = "scores"
+    """The column of a ranked list's scores. Higher is better."""
+    ranks_column: str = "ranks"
+    """The column of a ranked list's ranks, read without scores. 1 is best."""
+    margin_column: str = "margin"
+    """The column of the margin by which the chosen answer should win, read if rows have it (arXiv 2307.09288; as an offset of DPO, 2402.10571): sigmoid, hinge, robust and simpo, and burnish rm."""
+    margin_per_score: float = Field(0.0, ge=0)
+    """Take the margin from scores: this times by how much the chosen answer's is higher. Read are ranked lists, or score_chosen and score_rejected. 0: no."""
     label_column: str = "label"
     """The column that says of a single answer whether it is desirable: true or false, 1 or 0. Only kto reads it, beside a prompt and its completion."""
 

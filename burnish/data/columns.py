@@ -10,7 +10,6 @@ from burnish.config.schema import DataConfig
 from burnish.errors import UsageError
 
 if TYPE_CHECKING:
-    from burnish.config.preferences import PairSettings
     from burnish.data.sources import Rows
 
 _ExampleKind = Literal["chat", "pair", "text"]
@@ -27,7 +26,7 @@ READERS = {
 """File suffix to kind. In a directory, files with other suffixes are ignored."""
 _INSTRUCTION = "instruction"
 """Alpaca's prompt, to which `input` is added; `output` is the answer."""
-_PROMPT_COLUMNS = ("prompt", "question", "problem", _INSTRUCTION)
+PROMPT_COLUMNS = ("prompt", "question", "problem", _INSTRUCTION)
 """Usual names of the prompt (verl and TRL; GSM8K; MATH; Alpaca)."""
 ANSWER_COLUMNS = ("answer", "ground_truth", "reward_model.ground_truth", "solution", "output")
 """Usual names of the ground truth; a dot goes into a nested column."""
@@ -56,9 +55,11 @@ def is_data(name: str) -> bool:
 
 def example_format(data: DataConfig, rows: Rows) -> tuple[_ExampleKind, tuple[str, ...]]:
     """Choose the kind of examples and their columns: by settings, else the first usual ones present. Raises `MissingError`."""
-    prompt = data.prompt_column or _first(_PROMPT_COLUMNS, rows) or _PROMPT_COLUMNS[0]
+    prompt = data.prompt_column or first_present(PROMPT_COLUMNS, rows) or PROMPT_COLUMNS[0]
     completion = "output" if prompt == _INSTRUCTION else "completion"
-    messages = data.messages_column or _first(_MESSAGES_COLUMNS, rows) or _MESSAGES_COLUMNS[0]
+    messages = (
+        data.messages_column or first_present(_MESSAGES_COLUMNS, rows) or _MESSAGES_COLUMNS[0]
+    )
     formats: dict[_ExampleKind, dict[str, str]] = {
         "chat": {"messages": messages},
         "pair": {"prompt": prompt, "completion": data.completion_column or completion},
@@ -82,40 +83,17 @@ def example_format(data: DataConfig, rows: Rows) -> tuple[_ExampleKind, tuple[st
         )
     if not chosen and not rows.has(prompt):
         settings = "data.messages_column, data.prompt_column or data.text_column"
-        raise rows.missing((*_MESSAGES_COLUMNS, *_PROMPT_COLUMNS, "text"), settings)
+        raise rows.missing((*_MESSAGES_COLUMNS, *PROMPT_COLUMNS, "text"), settings)
     wanted = formats[chosen[0] if chosen else "pair"]
     setting, missing = next((key, name) for key, name in wanted.items() if not rows.has(name))
     raise rows.missing((missing,), f"data.{setting}_column")
 
 
-def answer_columns(data: DataConfig, rows: Rows, settings: PairSettings) -> tuple[str, ...]:
-    """Return the columns of a row's answers: of both sides, or of the one that has a label. Raises `MissingError` without them."""
-    completion = data.completion_column or "completion"
-    has_sides = all(map(rows.has, settings.sides))
-    if not has_sides and rows.has(completion) and rows.has(settings.label_column):
-        return (completion,)
-    preference_prompt_column(data, rows, settings.sides)
-    return settings.sides
-
-
-def preference_prompt_column(data: DataConfig, rows: Rows, answers: tuple[str, ...]) -> str | None:
-    """Return the prompt column of preferences: the chosen one, else the first usual one; None if the answers are whole conversations.
-
-    Raises `MissingError` without the columns `answers`.
-    """
-    missing = [name for name in answers if not rows.has(name)]
-    if missing:
-        raise rows.missing(missing, "method.chosen_column and method.rejected_column")
-    if data.prompt_column and not rows.has(data.prompt_column):
-        raise rows.missing((data.prompt_column,), "data.prompt_column")
-    return data.prompt_column or _first(_PROMPT_COLUMNS, rows)
-
-
 def prompt_column(data: DataConfig, rows: Rows) -> str:
     """Return the prompt column for RL, chosen in the same way. Raises `MissingError`."""
     chosen = data.prompt_column or data.messages_column
-    names = (chosen,) if chosen else (_PROMPT_COLUMNS[0], *_MESSAGES_COLUMNS, *_PROMPT_COLUMNS[1:])
-    column = _first(names, rows)
+    names = (chosen,) if chosen else (PROMPT_COLUMNS[0], *_MESSAGES_COLUMNS, *PROMPT_COLUMNS[1:])
+    column = first_present(names, rows)
     if column is None:
         is_chat = data.messages_column and not data.prompt_column
         raise rows.missing(names, f"data.{'messages' if is_chat else 'prompt'}_column")
@@ -136,7 +114,8 @@ def answer_column(data: DataConfig, rows: Rows) -> str | None:
     return data.answer_column
 
 
-def _first(names: tuple[str, ...], rows: Rows) -> str | None:
+def first_present(names: tuple[str, ...], rows: Rows) -> str | None:
+    """Return the first of these columns that the rows have."""
     return next((name for name in names if rows.has(name)), None)
 
 

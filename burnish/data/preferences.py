@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from itertools import chain, takewhile
 from typing import Any
 
@@ -12,15 +13,14 @@ from transformers import PreTrainedTokenizerBase
 from burnish.config.preferences import PairSettings
 from burnish.config.schema import DataConfig
 from burnish.data.chat import Conversation
-from burnish.data.columns import (
-    Row,
-    answer_columns,
-    preference_prompt_column,
-    prompt_at,
-    value_at,
-)
+from burnish.data.columns import Row, prompt_at, value_at
 from burnish.data.example_encoder import Encoded, Text
 from burnish.data.examples import AnswerRows
+from burnish.data.preference_columns import (
+    answer_columns,
+    margin_columns,
+    preference_prompt_column,
+)
 from burnish.data.sources import Rows
 from burnish.distributed.layout import Layout
 from burnish.errors import UsageError
@@ -39,6 +39,8 @@ class PreferenceDataset(AnswerRows[tuple[Example, ...]]):
     A row has a prompt and two answers, each text or messages, or two whole conversations whose common beginning is the prompt. The
     chosen answer comes first. Only what the answers have of their own is trained on. Rows whose answers are equal are dropped. A row's
     length is that of its longer answer, with the prompt.
+
+    A row may have a margin, or scores of both answers that make one.
 
     If the loss is of single answers, a row may have one answer with a label. Each answer is followed by a mismatched one then, for
     KTO's reference point: the row's prompt with the answer to another one, of the row before or, if that has the same prompt, of one
@@ -75,6 +77,9 @@ class PreferenceDataset(AnswerRows[tuple[Example, ...]]):
                 do="set method.loss={kto: 1.0} in burnish dpo",
             )
         self._is_of_answers = settings.is_of_answers
+        self._per_score = settings.margin_per_score
+        self.margins = margin_columns(rows, settings)
+        """The columns of margins, or of the scores that make them."""
         super().__init__(
             rows, tokenizer, data, max_length, limit_name, layout, eos_token_ids, strict=True
         )
@@ -98,7 +103,7 @@ class PreferenceDataset(AnswerRows[tuple[Example, ...]]):
         for own, answers in zip(labels, self._encode(indices, rows), strict=True):
             length = max(len(ids) for ids, _ in answers)
             content = b"".join(array.tobytes() for array in chain.from_iterable(answers))
-            if len(answers) == 1:
+            if len(answers) == 1 or (self.margins and any(own)):
                 content += np.array(own).tobytes()
             is_usable = self._are_trained(answers) or length > self._most
             measured.append((length if is_usable else 0, content))
@@ -158,9 +163,9 @@ class PreferenceDataset(AnswerRows[tuple[Example, ...]]):
         return _example((joined, trained), 0.0)
 
     def _labels(self, index: int, row: Row) -> tuple[float, ...]:
-        """Return the label of each answer."""
+        """Return the label of each answer; of a pair, unless its answers are single ones, twice its margin."""
         if len(self._answers) > 1:
-            return (1.0, -1.0)
+            return (1.0, -1.0) if self._is_of_answers else (self._margin(index, row),) * 2
         value = value_at(row, self._label)
         label = _LABELS.get(str(value).strip().lower())
         if label is None:
@@ -171,6 +176,23 @@ class PreferenceDataset(AnswerRows[tuple[Example, ...]]):
                 do="correct the row, or name another column in method.label_column",
             )
         return (label,)
+
+    def _margin(self, index: int, row: Row) -> float:
+        values = [value_at(row, column) for column in self.margins]
+        if not values or values == [None]:
+            return 0.0
+        with suppress(TypeError, ValueError):  # a CSV file has texts
+            numbers = [float(value) for value in values]
+            if len(numbers) == 2:
+                numbers = [self._per_score * (numbers[0] - numbers[1])]
+            if np.isfinite(numbers[0]):
+                return numbers[0]
+        raise UsageError(
+            f"{self.rows.where(index)} has no margin",
+            have=f"{', '.join(map(repr, values)):.60} in {' and '.join(self.margins)}",
+            want="a number, or two scores",
+            do="correct the row, or name another column in method.margin_column",
+        )
 
     def _encode(self, indices: Sequence[int], rows: list[Row]) -> list[tuple[Encoded, ...]]:
         shaped = [self._read(index, row) for index, row in zip(indices, rows, strict=True)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,7 @@ from burnish.functions import did_you_mean
 from burnish.methods.pairs import PairMethod
 
 if TYPE_CHECKING:
+    from burnish.data.preferences import PreferenceDataset
     from burnish.data.tasks import ItemSequence
     from burnish.distributed.layout import Layout
     from burnish.engines.base import LossFn
@@ -21,10 +23,14 @@ if TYPE_CHECKING:
     from burnish.plan.model import Workload
     from burnish.records import Batch
     from burnish.runs.setup import Foundation
+    from burnish.tracking.progress import Progress
     from burnish.tracking.stats import Stats
 
 _WITHOUT_REFERENCE = ("simpo", "orpo", "nll")
 """Losses that take no reference."""
+_WITH_MARGIN = ("sigmoid", "hinge", "robust", "simpo")
+"""Losses that take the margin of a row."""
+_log = logging.getLogger(__name__)
 
 
 class DPO(PairMethod):
@@ -111,6 +117,27 @@ class DPO(PairMethod):
             name if weight == 1 else f"{weight:g} {name}" for name, weight in settings.loss.items()
         )
         yield "loss", f"{' + '.join(losses)}, beta {settings.beta:g}"
+
+    def dataset(
+        self,
+        foundation: Foundation,
+        paths: Sequence[str],
+        setting: str,
+        *,
+        first: int | None = None,
+        progress: Progress | None = None,
+        pool: Any = None,
+    ) -> PreferenceDataset:
+        """See `Method.dataset`."""
+        dataset = super().dataset(
+            foundation, paths, setting, first=first, progress=progress, pool=pool
+        )
+        losses = self.settings(foundation.config).loss
+        without = [name for name in losses if ":" not in name and name not in _WITH_MARGIN]
+        if dataset.margins and without and foundation.layout.is_main:
+            columns = " and ".join(dataset.margins)
+            _log.warning("%s: margins of rows (%s) are not used", ", ".join(without), columns)
+        return dataset
 
     def workload(self, config: RunConfig) -> Workload:
         """See `Method.workload`. Beside single answers, model and reference read mismatched ones."""

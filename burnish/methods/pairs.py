@@ -49,7 +49,8 @@ class PairMethod(OfflineMethod):
 
     def prompt_of(self, rows: Any, config: DataConfig) -> Any:
         """See `Method.prompt_of`."""
-        from burnish.data.columns import answer_columns, preference_prompt_column, prompt_at
+        from burnish.data.columns import prompt_at
+        from burnish.data.preference_columns import answer_columns, preference_prompt_column
 
         answers = answer_columns(config, rows, self.Settings())
         column = preference_prompt_column(config, rows, answers)

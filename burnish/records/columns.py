@@ -58,6 +58,6 @@ class TrainingArrays(Generic[A]):
     old_values: Annotated[A | None, TokenColumn(np.float32)] = None
     """[T] with a critic: its value of that state before the update."""
     labels: Annotated[A | None, TokenColumn(np.float32)] = None
-    """[T] with preferences: of an answer, at each token, 1 if it is desirable and -1 if not."""
+    """[T] with preferences: of each token's answer, 1 if it is desirable and -1 if not; in a pair, the margin that is wanted."""
     experts: Annotated[A | None, TokenColumn(np.int16, dims=3)] = None
     """[T, L, k] the experts that the token goes to in each of L routers; None: the routers choose."""

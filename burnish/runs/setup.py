@@ -501,10 +501,11 @@ def preference_dataset(
     is_judged: bool = False,
 ) -> PreferenceDataset:
     """Read the answers in `paths`, or in their `first` rows. Collective. `settings`, `is_judged`: see `PreferenceDataset`."""
-    from burnish.data.columns import answer_columns
+    from burnish.data.preference_columns import answer_columns
     from burnish.data.preferences import PreferenceDataset
+    from burnish.data.ranked_rows import RankedRows
 
-    rows = _rows(foundation, paths, setting, progress).first(first)
+    rows = RankedRows.of(_rows(foundation, paths, setting, progress).first(first), settings)
     answers = answer_columns(foundation.config.data, rows, settings)
     limit, name = _example_limit(foundation, setting, sharing=len(answers))
     return PreferenceDataset(

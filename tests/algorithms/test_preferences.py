@@ -93,6 +93,26 @@ def test_it_is_the_formula_with_its_gradient(name: str, length_normalized: bool)
         assert float(tensor.grad[place]) == pytest.approx(slope, rel=1e-5, abs=1e-8)
 
 
+def test_a_margin_counts_as_so_much_less_of_a_lead() -> None:
+    """m is subtracted from β (r_c - r_l), or of simpo from β times the difference of means. Other losses do not read it."""
+    settings = PreferenceSettings(beta=0.3, label_smoothing=0.1)
+    draw = np.random.default_rng(2)
+    policy, reference = -LENGTHS * draw.uniform(0.1, 2.0, (2, 3, 2))
+    margins = np.array([0.5, 0.0, 2.0])
+    reads = {"sigmoid", "hinge", "robust", "simpo"}
+    for name in PREFERENCE_LOSSES:
+        sides = [
+            Side(*(torch.tensor(each[:, i]) for each in (policy, reference, LENGTHS)), labels)
+            for i, labels in enumerate((torch.tensor(margins), torch.tensor(margins)))
+        ]
+        loss = load_function(name, "method.loss", PREFERENCE_LOSSES)(*sides, settings)
+        behind = policy.copy()
+        if name in reads:
+            behind[:, 0] -= margins / settings.beta * (LENGTHS[:, 0] if name == "simpo" else 1.0)
+        wanted = by_formula(name, behind, reference, settings)
+        np.testing.assert_allclose(loss, wanted, rtol=1e-6, err_msg=name)
+
+
 @pytest.mark.parametrize("kl", [0.0, 0.7])
 def test_kto_is_the_formula_with_its_gradient(kl: float) -> None:
     assert ANSWER_LOSSES.keys() == {"kto"}

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.models.engines import CPU, make_engine, make_frozen
-from support.models.tiny import save_base
+from support.models.tiny import save_base, save_classifier
 from support.runs.training_files import write_rows
 
 from burnish.config.schema import OptimConfig, RunConfig
@@ -20,7 +20,9 @@ from burnish.data.tokenizer import load_tokenizer
 from burnish.distributed.processes import process_group
 from burnish.engines.base import Engine, Part
 from burnish.methods.dpo import DPO
+from burnish.methods.pairs import PairMethod
 from burnish.methods.parts.offline_training import Models
+from burnish.methods.reward_modeling import RewardModeling
 from burnish.models.loading import read_model_config
 from burnish.models.meta_init import count_flops
 
@@ -64,6 +66,7 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
     work = tmp_path_factory.mktemp("trl")
     for seed, name in enumerate(("policy", "reference")):
         save_base(work / name, seed)
+    save_classifier(work / "judge")
     return work
 
 
@@ -130,24 +133,28 @@ def by_us(
     given: list[dict[str, Any]],
     *,
     models: tuple[str, str] = ("policy", "reference"),
+    method: PairMethod | None = None,
     **settings: Any,
 ) -> Found:
     """The same by the method's own steps."""
     write_rows(work / "rows.jsonl", given)
     policy, reference = (work / name for name in models)
-    method = DPO()
+    method = method or DPO()
+    is_judged = method.is_judged
     chosen = {
         "model": {"path": str(policy)},
         "data": {"train": [str(work / "rows.jsonl")]},
-        "batch": {"examples": len(given), "tokens_per_device": 48},
-        "method": {"beta": BETA, **settings},
+        "batch": {"examples": len(given), "tokens_per_device": 160 if is_judged else 48},
+        "method": settings if is_judged else {"beta": BETA, **settings},
     }
     config = RunConfig.model_validate(chosen)
     tokenizer = load_tokenizer(str(policy))
     rows = load_rows(config.data.train, "data.train")
     eos = [int(tokenizer.eos_token_id)]
     read = method.settings(config)
-    data = PreferenceDataset(rows, tokenizer, config.data, read, 64, eos_token_ids=eos)
+    data = PreferenceDataset(
+        rows, tokenizer, config.data, read, 96, eos_token_ids=eos, is_judged=is_judged
+    )
     costs = count_flops(read_model_config(config.model))
     foundation: Any = SimpleNamespace(config=config, costs=costs, device=CPU)
     optim = OptimConfig(betas=(KEEPS_FIRST_MOMENT, 0.9), weight_decay=0.0)
@@ -233,3 +240,31 @@ def test_kto_is_trls(work: Path, models: tuple[str, str], weights: tuple[float, 
     kl = trainer._metrics["train"]["kl"][0]
     assert (kl > 0) == (models[0] == "reference")  # otherwise it counts as 0
     same(by_us(work, ANSWERS, models=models, loss={"kto": 1.0}, **alike), theirs)
+
+
+@pytest.mark.parametrize("center", [0.0, 0.3])
+@pytest.mark.parametrize("margins", [(), (0.5, 0.0, 2.0, 1.25)])
+def test_reward_modeling_is_trls(work: Path, center: float, margins: tuple[float, ...]) -> None:
+    import torch
+    from transformers import AutoModelForSequenceClassification
+    from trl import RewardConfig, RewardTrainer
+
+    rows: list[dict[str, Any]] = [
+        {
+            "prompt": [{"role": "user", "content": row["prompt"]}],
+            **{
+                side: [{"role": "assistant", "content": row[side]}]
+                for side in ("chosen", "rejected")
+            },
+        }
+        for row in PAIRS
+    ]
+    if margins:
+        rows = [{**row, "margin": m} for row, m in zip(rows, margins, strict=True)]
+    path = work / "judge"
+    model = AutoModelForSequenceClassification.from_pretrained(path, dtype=torch.float32)
+    config = RewardConfig(**arguments(work, center_rewards_coefficient=center, max_length=None))
+    theirs = by_trl(RewardTrainer(model, config, **data_of(work, rows)))
+    same(
+        by_us(work, rows, models=("judge", "judge"), method=RewardModeling(), center=center), theirs
+    )

@@ -5,13 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 from support.models.tokenizers import char_tokenizer
 from support.runs.training_files import write_rows
 
 from burnish.config.preferences import PairSettings, PreferenceSettings
 from burnish.config.schema import DataConfig
 from burnish.data.preferences import PreferenceDataset
+from burnish.data.ranked_rows import RankedRows
 from burnish.data.sources import load_rows
+from burnish.errors import MissingError, UsageError
 
 TOKENIZER = char_tokenizer()
 END = "<|im_end|>"
@@ -73,3 +76,61 @@ def test_a_pair_is_two_answers_and_mismatched_ones_end_at_the_limit(tmp_path: Pa
         ("q:z.", "z.", -1.0),
         ("q:2.", "2.", 0.0),
     ]
+
+
+def labels_of(dataset: PreferenceDataset) -> list[float]:
+    return [item[0][2] for item in told(dataset)]
+
+
+def test_margins_are_of_their_column_or_of_scores(tmp_path: Path) -> None:
+    pair = {"prompt": "a:", "chosen": "1", "rejected": "2"}
+    scored = [{**pair, "score_chosen": 4, "score_rejected": "2.5"}]
+    assert labels_of(read(tmp_path, [pair], PairSettings())) == [0.0]
+    assert labels_of(read(tmp_path, scored, PairSettings())) == [0.0]
+    assert labels_of(read(tmp_path, scored, PairSettings(margin_per_score=2.0))) == [3.0]
+    given = [{**pair, "margin": 0.5}, {**pair, "margin": None}]
+    dataset = read(tmp_path, given, PairSettings())
+    assert labels_of(dataset) == [0.5, 0.0]
+    other = read(tmp_path, [{**given[0], "margin": 0.75}, given[1]], PairSettings())
+    assert dataset.digest != other.digest
+    for margin in ("much", float("inf")):
+        with pytest.raises(UsageError):
+            read(tmp_path, [{**pair, "margin": margin}], PairSettings())
+    with pytest.raises(MissingError):
+        read(tmp_path, given, PairSettings(margin_per_score=1.0))
+
+
+def test_a_ranked_list_is_all_its_pairs(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    by_score = {"prompt": "a:", "completions": ["x", "y", "z"], "scores": [1, 3, 1]}
+    tied = {"prompt": "b:", "completions": ["v", "w"], "scores": [2, 2]}
+    write_rows(tmp_path / "lists.jsonl", [by_score, tied])
+    lists = load_rows([str(tmp_path / "lists.jsonl")], "data.train")
+    settings = PairSettings(margin_per_score=0.5)
+    rows = RankedRows.of(lists, settings)
+    assert len(rows) == 2
+    assert "dropped 1 rows" in caplog.text
+    assert rows.where(1).startswith("row 0 ")
+    dataset = PreferenceDataset(rows, TOKENIZER, DataConfig(), settings, 24)
+    assert told(dataset) == [
+        [("a:y.", "y.", 1.0), ("a:x.", "x.", 1.0)],
+        [("a:y.", "y.", 1.0), ("a:z.", "z.", 1.0)],
+    ]
+    by_rank = {"prompt": "a:", "completions": ["x", "y"], "ranks": [2, 1]}
+    write_rows(tmp_path / "ranks.jsonl", [by_rank])
+    ranked = RankedRows.of(load_rows([str(tmp_path / "ranks.jsonl")], "data.train"), settings)
+    assert [row["chosen"] for row in ranked.span(0, 9)] == ["y"]
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"completions": ["x", "y"], "scores": [1]},
+        {"completions": "xy", "scores": [1, 2]},
+        {"completions": ["x", "y"], "scores": [1, None]},
+        {"completions": ["x", "y"], "scores": [1, 1]},
+    ],
+)
+def test_a_list_that_does_not_fit_is_refused(tmp_path: Path, row: dict[str, Any]) -> None:
+    write_rows(tmp_path / "lists.jsonl", [{"prompt": "a:", **row}])
+    with pytest.raises(UsageError):
+        RankedRows.of(load_rows([str(tmp_path / "lists.jsonl")], "data.train"), PairSettings())

@@ -115,6 +115,39 @@ def test_kto_learns_from_answers_and_from_pairs(work: Path) -> None:
 
 
 @pytest.mark.nightly
+@pytest.mark.parametrize("kind", ["dpo", "rm"])
+def test_a_ranked_list_trains_like_its_pairs(work: Path, kind: str) -> None:
+    lists = [
+        {"prompt": "1+1=", "completions": ["2", "3", "11"], "scores": [9.0, 1.0, 4.0]},
+        {"prompt": "2+1=", "completions": ["4", "3"], "scores": [1.0, 2.0]},
+    ]
+    pairs = [
+        {"prompt": p, "chosen": c, "rejected": r, "margin": m}
+        for p, c, r, m in (
+            ("1+1=", "2", "3", 4.0),
+            ("1+1=", "2", "11", 2.5),
+            ("1+1=", "11", "3", 1.5),
+            ("2+1=", "3", "4", 0.5),
+        )
+    ]
+    write_rows(work / "lists.jsonl", lists)
+    write_rows(work / "margins.jsonl", pairs)
+    argv = [
+        kind,
+        "dpo.yaml",
+        "steps=2",
+        "data.shuffle=true",
+        *(["method={}"] if kind == "rm" else []),
+    ]
+    by_pair = done(work, *argv, f"name=margins-{kind}", "data.train=[margins.jsonl]")
+    scores = ["method.margin_per_score=0.5", "data.train=[lists.jsonl]"]
+    by_list = done(work, *argv, f"name=lists-{kind}", *scores)
+    near(load_model(by_list, 2), load_model(by_pair, 2), 0.0)
+    without = done(work, *argv, f"name=no-margins-{kind}", "data.train=[lists.jsonl]")
+    assert metrics(without)[-1]["train/loss"] != pytest.approx(metrics(by_list)[-1]["train/loss"])
+
+
+@pytest.mark.nightly
 @pytest.mark.parametrize("layout", ["fsdp", "tp", "sp"])
 def test_two_processes_do_what_one_does_with_kto(work: Path, layout: str) -> None:
     argv = [*RUN, *KTO, "data.train=[answers.jsonl]", "data.validation=[pairs.jsonl]"]
