@@ -43,7 +43,7 @@ from bench.planning_imagined import imagined_peak
 from bench.planning_meter import Meter
 from bench.planning_saves import Saves
 from burnish.algorithms.critic import value_loss_fn
-from burnish.algorithms.loss import sft_loss
+from burnish.algorithms.fine_tuning import sft_loss
 from burnish.checkpoint.write_plan import MAIN
 from burnish.config.schema import DistributedConfig, LoraConfig, OptimConfig, RunConfig
 from burnish.data.batching import make_batch
@@ -170,7 +170,7 @@ class Subject:
             if self._critic:
                 self._critic.forward_backward(batch, value_loss_fn("token_mean", None, 1))
                 self._critic.optim_step(1e-5)
-            self._engine.forward_backward(batch, sft_loss)
+            self._engine.forward_backward(batch, sft_loss())
             self._engine.optim_step(1e-5)
         if self._case.command == "rl":
             with self._meter.phase("publish"):

@@ -30,7 +30,7 @@ from torch.utils.backend_registration import (
 from transformers import AutoConfig
 
 from bench.planning_cases import MIXED, Case
-from burnish.algorithms.loss import sft_loss
+from burnish.algorithms.fine_tuning import sft_loss
 from burnish.config.schema import RunConfig
 from burnish.data.batching import make_batch
 from burnish.distributed.layout import Layout
@@ -62,7 +62,7 @@ def imagined_peak(case: Case, layout: Layout) -> dict[str, int]:
         batch = share_of(case, count_flops(hf))
         tracker.track_external(*(local(s.tensor) for part in Part for s in engine.shards(part)))
         with tracker:
-            engine.forward_backward(batch, sft_loss)
+            engine.forward_backward(batch, sft_loss())
             engine.optim_step(1e-5)
         engine.close()
     return {"update": int(tracker.get_tracker_snapshot("peak")[device]["Total"])}

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from bench.peers import Turns
-from burnish.algorithms.loss import sft_loss
+from burnish.algorithms.fine_tuning import sft_loss
 from burnish.config.schema import RunConfig
 from burnish.data.batching import make_batch
 from burnish.data.loader import Loader
@@ -44,7 +44,7 @@ class Sft:
     def step(self) -> tuple[float, list[int]]:
         """Take one step. Return its seconds, and the tokens of each sequence."""
         start, (batch, lengths) = clock(self._device)(), self._next
-        stats = self._engine.forward_backward(batch, sft_loss)
+        stats = self._engine.forward_backward(batch, sft_loss())
         self._next = self._made()
         stats.merge(self._engine.optim_step(self._config.optim.peak_lr)).values_by_name()
         return clock(self._device)() - start, lengths

@@ -227,6 +227,12 @@ POLICY_LOSSES: Registry = {
 }
 """Functions of `algorithm.policy_loss`."""
 
+FINE_TUNING_LOSSES: Registry = {
+    "nll": "burnish.algorithms.fine_tuning:token_nll",
+    "dft": "burnish.algorithms.fine_tuning:dft",
+}
+"""Functions of `method.loss` of `burnish sft`."""
+
 PREFERENCE_LOSSES: Registry = {
     name: f"burnish.algorithms.preferences:{name}"
     for name in (

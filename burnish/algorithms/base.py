@@ -22,7 +22,7 @@ from burnish.algorithms.own_settings import with_settings
 from burnish.config.schema import AdvantageConfig, AlgorithmConfig
 from burnish.errors import BurnishError, UsageError
 from burnish.extend import ADVANTAGES, POLICY_LOSSES
-from burnish.functions import failure, guarded, load_function
+from burnish.functions import Registry, failure, guarded, load_function
 from burnish.records import Floats, MicroBatch
 from burnish.records.samples import Turn
 
@@ -233,25 +233,35 @@ def load_policy_loss(config: AlgorithmConfig) -> Callable[[Tensor, MicroBatch], 
     """Return the loss that `algorithm.policy_loss` names. Raises `UsageError` as `load_advantage` does."""
     formula = config.policy_loss
     setting = "algorithm.policy_loss"
-    name = formula.name
-    function = with_settings(load_function(name, setting, POLICY_LOSSES), formula, setting)
-    want = "finite losses [T] with a gradient, of (logprobs [T], micro_batch, algorithm)"
-    if name not in POLICY_LOSSES:
+    function = load_function(formula.name, setting, POLICY_LOSSES)
+    function = with_settings(function, formula, setting)
+    return tried_loss(function, formula.name, setting, POLICY_LOSSES, config)
+
+
+def tried_loss(
+    function: Callable[..., Any], name: str, setting: str, builtins: Registry, *further: Any
+) -> Callable[[Tensor, MicroBatch], TokenLosses]:
+    """Return a loss by token that checks what `function` returns for log-probs, a micro-batch and `further` arguments.
+
+    One that is not in `builtins` is tried on a made-up micro-batch. Raises `UsageError` if it fails.
+    """
+    want = "finite losses [T] with a gradient, of log-probs [T] and a micro-batch"
+    if name not in builtins:
         function = guarded(function, name, setting, want)
 
     def token_losses(logprobs: Tensor, micro: MicroBatch) -> TokenLosses:
-        returned = function(logprobs, micro, config)
+        returned = function(logprobs, micro, *further)
         losses = returned.loss if isinstance(returned, TokenLosses) else returned
         if not isinstance(losses, Tensor) or losses.shape != logprobs.shape:
             raise BurnishError(
-                "the policy loss returned a wrong shape",
+                f"{setting}: the loss returned a wrong shape",
                 have=f"{[*losses.shape] if isinstance(losses, Tensor) else type(losses).__name__}",
                 want=f"one loss per token, {list(logprobs.shape)}",
-                do="correct the function of algorithm.policy_loss",
+                do="correct the function",
             )
         return returned if isinstance(returned, TokenLosses) else TokenLosses(losses)
 
-    if name not in POLICY_LOSSES:
+    if name not in builtins:
         with _trying(f"{setting}: {name} failed on a made-up micro-batch", want):
             _try(token_losses)
     return token_losses

@@ -21,17 +21,10 @@ from burnish.algorithms.kl import kl_loss
 from burnish.algorithms.mismatch import mismatch_stats, mismatch_weights
 from burnish.config.schema import AlgorithmConfig
 from burnish.records import MicroBatch, TokenOutputs
-from burnish.tracking.stats import Mean, Stats, Sum
+from burnish.tracking.stats import Mean, Stats
 
 Loss = Callable[[TokenOutputs, MicroBatch], tuple[Tensor, Stats]]
 """A function that an engine runs on each micro-batch (`burnish.engines.base.LossFn`)."""
-
-
-def sft_loss(outputs: TokenOutputs, micro: MicroBatch) -> tuple[Tensor, Stats]:
-    """Return -Σ_t m_t log π(y_t) / (loss tokens of the global batch), and `tokens`, their number."""
-    mean = aggregation("token_mean", micro, 1)
-    loss = mean(-outputs.logprobs.float())
-    return loss, Stats({"tokens": Sum(mean.local_units)})
 
 
 def policy_loss_fn(config: AlgorithmConfig, max_response_length: int) -> Loss:

@@ -92,7 +92,7 @@ def _misfit(
     field = ".".join(map(str, fault["loc"]))
     key = f"{setting}.{field}"
     home = formula.name.rpartition(":")[0]
-    named = f"{section.__name__}.{field} of {home}"
+    named = f"{section.__name__}.{field} of {home}" if home else f"setting {key}"
     have = f"{key}: {shortened(fault['input'])}"
     if fault["type"] == "extra_forbidden":
         return UsageError(

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from burnish.config.schema import DataConfig
@@ -20,8 +23,24 @@ from burnish.data.example_encoder import Encoded, ExampleEncoder, Text
 from burnish.data.sources import Rows
 from burnish.data.tasks import Item, RowDataset
 from burnish.distributed.layout import Layout
-from burnish.records import Example
+from burnish.errors import UsageError
+from burnish.records import Example, Floats, Mask, TokenIds
 from burnish.tracking.progress import Progress
+
+
+def by_weight(row: Conversation) -> dict[float, Conversation]:
+    """Return, by each weight of trained turns other than 1, the conversation with only those turns trained."""
+    weights = {turn: row.messages[turn].get("weight", 1.0) for turn in row.turns}
+    return {
+        weight: replace(
+            row,
+            messages=[
+                message | {"weight": 0} if weights.get(turn, weight) != weight else message
+                for turn, message in enumerate(row.messages)
+            ],
+        )
+        for weight in {*weights.values()} - {1.0}
+    }
 
 
 class AnswerRows(RowDataset[Item]):
@@ -56,7 +75,7 @@ class AnswerRows(RowDataset[Item]):
 
 
 class ExampleDataset(AnswerRows[Example]):
-    """Examples for supervised fine-tuning: a `Sequence[Example]`.
+    """Examples for supervised fine-tuning: a `Sequence[Example]`. One whose row or turns have weights has `weights`.
 
     A row is a chat, trained on all assistant turns; a prompt and completion, each text or messages, trained on the completion;
     Alpaca's instruction and output, which become a chat; or plain text, trained on whole. Two strings are joined unchanged. A
@@ -77,16 +96,21 @@ class ExampleDataset(AnswerRows[Example]):
         *,
         strict: bool = False,
         limit_name: str = "data.max_length",
+        weight_column: str | None = None,
     ) -> None:
         """See `PromptDataset`; `eos_token_ids` end the model's completions. `strict`: see `ChatEncoder`. Collective.
 
-        `limit_name` names `max_length` in messages.
+        `limit_name` names `max_length` in messages. `weight_column` has a factor of each row's loss.
         """
         super().__init__(
             rows, tokenizer, data, max_length, limit_name, layout, eos_token_ids, strict=strict
         )
         self._kind, self._columns = example_format(data, rows)
-        self._used = self._columns
+        self._weight = weight_column
+        if self._weight is not None and not rows.has(self._weight):
+            raise rows.missing((self._weight,), "method.weight_column")
+        self._used = (*self._columns, *([weight_column] if weight_column else ()))
+        self._settings = weight_column
         if self._kind == "pair" and all(
             isinstance(prompt_at(rows[0], n), str) for n in self._columns
         ):
@@ -108,16 +132,45 @@ class ExampleDataset(AnswerRows[Example]):
         return self._completed(row, name, prompt, completion, self._columns[0])
 
     def _measure(self, indices: range, rows: list[Row]) -> list[tuple[int, bytes]]:
-        return [
-            (len(ids) if mask.any() or len(ids) > self._most else 0, ids.tobytes() + mask.tobytes())
-            for ids, mask in self._encode(indices, rows)
-        ]
+        measured = []
+        for ids, mask, weights in self._encode(indices, rows):
+            content = ids.tobytes() + mask.tobytes()
+            content += b"" if weights is None else weights.tobytes()
+            measured.append((len(ids) if mask.any() or len(ids) > self._most else 0, content))
+        return measured
 
     def make(self, indices: Sequence[int]) -> list[Example]:
         """Return rows' examples."""
         encoded = self._encode(indices, [self.rows[index] for index in indices])
         self._warn_streamed()
-        return [Example(token_ids=ids, loss_mask=mask) for ids, mask in encoded]
+        return [Example(token_ids=i, loss_mask=m, weights=w) for i, m, w in encoded]
 
-    def _encode(self, indices: Sequence[int], rows: list[Row]) -> list[Encoded]:
-        return self._encoded([self._read(i, row) for i, row in zip(indices, rows, strict=True)])
+    def _encode(
+        self, indices: Sequence[int], rows: list[Row]
+    ) -> list[tuple[TokenIds, Mask, Floats | None]]:
+        shaped = [self._read(i, row) for i, row in zip(indices, rows, strict=True)]
+        encoded = []
+        for text, row, (ids, mask) in zip(shaped, rows, self._encoded(shaped), strict=True):
+            factor = 1.0 if self._weight is None else self._factor(row, text.name)
+            weights = np.full(len(ids), factor, np.float32)
+            is_weighted = self._weight is not None
+            if isinstance(text, Conversation):
+                for weight, only in by_weight(text).items():
+                    ((_, own),) = self._encoder.conversations([only])
+                    weights[own] *= weight
+                    is_weighted = True
+            encoded.append((ids, mask & (factor > 0), weights if is_weighted else None))
+        return encoded
+
+    def _factor(self, row: Row, name: str) -> float:
+        """Return the factor of a row's loss."""
+        value = value_at(row, str(self._weight))
+        with suppress(TypeError, ValueError):  # a CSV file has texts
+            if 0 <= float(value) < np.inf:
+                return float(value)
+        raise UsageError(
+            f"{name} has no weight",
+            have=f"{value!r:.60} in the column {self._weight}",
+            want="a number, at least 0",
+            do="correct the row, or remove method.weight_column",
+        )

@@ -1,13 +1,14 @@
 """Read the messages and tools of a row in the forms that are published, and give them one form.
 
 A message has `role` and `content`, which is a text or a list of text parts. Calls have OpenAI's form. A mark of a turn that is not
-trained on becomes OpenAI's `weight: 0`.
+trained on becomes OpenAI's `weight: 0`. Other weights are factors of a turn's loss.
 """
 
 from __future__ import annotations
 
 import difflib
 import json
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -248,15 +249,21 @@ def _not_text(name: str, have: str) -> UsageError:
 
 
 def _read_marks(message: Message, name: str) -> None:
-    """Write `weight: 0` into a turn that is not trained on, and remove other marks. Raises `UsageError`."""
+    """Write `weight: 0` into a turn that is not trained on; keep a weight other than 1, and remove other marks. Raises `UsageError`."""
     marks = {key: message.pop(key) for key in (*_TRAINED, *_MASKED) if key in message}
+    weight = marks.get("weight")
+    factor = 1.0
+    is_answer = message["role"] == "assistant"
+    if is_answer and isinstance(weight, int | float) and 0 < weight < math.inf:
+        factor = float(weight)
+        marks["weight"] = True
     unread = [key for key in _UNREADABLE_MARKS if key in message]
     if unread or any(value not in (0, 1) for value in marks.values()):
         key = next((k for k, value in marks.items() if value not in (0, 1)), *unread[:1])
         raise UsageError(
             f"{name} does not say clearly whether to train on it",
             have=f"{key}: {message.get(key, marks.get(key))!r:.60}",
-            want="weight, loss or train: true, false, 1 or 0",
+            want="weight, loss or train: true, false, 1 or 0; or a positive weight of the assistant's turn",
             do="correct or remove it",
         )
     trained = {key: bool(value) != (key in _MASKED) for key, value in marks.items()}
@@ -275,6 +282,8 @@ def _read_marks(message: Message, name: str) -> None:
         )
     if not all(trained.values()):
         message["weight"] = 0
+    elif factor != 1:
+        message["weight"] = factor
 
 
 def _cleaned(value: Any, raw: str = "") -> Any:

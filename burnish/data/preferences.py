@@ -15,7 +15,7 @@ from burnish.config.schema import DataConfig
 from burnish.data.chat import Conversation
 from burnish.data.columns import Row, prompt_at, value_at
 from burnish.data.example_encoder import Encoded, Text
-from burnish.data.examples import AnswerRows
+from burnish.data.examples import AnswerRows, by_weight
 from burnish.data.preference_columns import (
     answer_columns,
     margin_columns,
@@ -197,6 +197,10 @@ class PreferenceDataset(AnswerRows[tuple[Example, ...]]):
     def _encode(self, indices: Sequence[int], rows: list[Row]) -> list[tuple[Encoded, ...]]:
         shaped = [self._read(index, row) for index, row in zip(indices, rows, strict=True)]
         answers = [*chain.from_iterable(shaped)]
+        for answer in answers:
+            if isinstance(answer, Conversation) and by_weight(answer):
+                text = f"preferences do not use weights of turns other than 0, such as in {answer.name}"
+                self._encoder.unread.note("weights of turns", text)
         encoded = iter(self._whole(answers) if self._is_judged else self._encoded(answers))
         return list(zip(*[encoded] * len(self._answers), strict=True))
 

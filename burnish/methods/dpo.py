@@ -106,6 +106,10 @@ class DPO(PairMethod):
                 do="remove data.streaming",
             )
 
+    def functions(self, config: RunConfig) -> Sequence[str]:
+        """See `OfflineMethod.functions`."""
+        return [name for name in self.settings(config).loss if ":" in name]
+
     def facts(self, config: RunConfig) -> Iterator[tuple[str, str]]:
         """See `Method.facts`."""
         settings = self.settings(config)

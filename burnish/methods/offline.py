@@ -37,7 +37,7 @@ class OfflineMethod(Method):
     A step reads rows (`dataset`), completes the batch (`prepare`) and takes one optimizer step on `loss`.
     """
 
-    unread = (
+    unread: ClassVar[Sequence[str]] = (
         "rollout",
         "reward",
         "algorithm",
@@ -77,6 +77,10 @@ class OfflineMethod(Method):
         return Workload.of_examples(config.batch, config.data)
 
     # A step.
+
+    def functions(self, config: RunConfig) -> Sequence[str]:
+        """Return the functions of one's own that its settings name. A run goes on only with the files that it began with."""
+        return ()
 
     def keeps_start(self, config: RunConfig) -> bool:
         """Return whether the model that training starts from is kept, frozen, beside the one that is trained."""

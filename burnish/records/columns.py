@@ -40,7 +40,7 @@ def columns_of(record: type) -> dict[str, TokenColumn]:
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class TrainingArrays(Generic[A]):
-    """What reinforcement learning knows of each token of a sequence: arrays in an `Example`, tensors in a `MicroBatch`.
+    """What training knows of each token of a sequence: arrays in an `Example`, tensors in a `MicroBatch`.
 
     Entry t concerns the prediction of token t. None: not needed, or not yet known.
     """
@@ -59,5 +59,7 @@ class TrainingArrays(Generic[A]):
     """[T] with a critic: its value of that state before the update."""
     labels: Annotated[A | None, TokenColumn(np.float32)] = None
     """[T] with preferences: of each token's answer, 1 if it is desirable and -1 if not; in a pair, the margin that is wanted."""
+    weights: Annotated[A | None, TokenColumn(np.float32)] = None
+    """[T] fine-tuning: a factor of the token's loss; None: 1."""
     experts: Annotated[A | None, TokenColumn(np.int16, dims=3)] = None
     """[T, L, k] the experts that the token goes to in each of L routers; None: the routers choose."""

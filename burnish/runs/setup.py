@@ -471,6 +471,7 @@ def example_dataset(
     setting: str,
     first: int | None = None,
     progress: Progress | None = None,
+    weight_column: str | None = None,
 ) -> ExampleDataset:
     """Read the SFT examples in `paths`, or their `first` rows. Collective."""
     from burnish.data.examples import ExampleDataset
@@ -487,6 +488,7 @@ def example_dataset(
         foundation.eos_token_ids,
         strict=True,
         limit_name=name,
+        weight_column=weight_column,
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -122,14 +122,20 @@ class Fingerprints:
         rewards: Iterable[RewardFunctionConfig] = (),
         *,
         method: str = "",
+        functions: Sequence[str] = (),
     ) -> Fingerprints:
-        """Fingerprint the inputs. `model` is a local directory, `method` the FILE.py:CLASS of a method of one's own."""
+        """Fingerprint the inputs. `model` is a local directory, `method` the FILE.py:CLASS of a method of one's own.
+
+        `functions` are those that the method's settings name.
+        """
         special = [tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id]
         vocabulary = [sorted(tokenizer.get_vocab().items()), special]
         rules = [_rules(tokenizer), tokenizer.chat_template]
         formula = "" if algorithm is None else _formula_digest(algorithm)
         if method:
             formula = _digest([formula, METHODS.fingerprint(method, "METHOD")])
+        if functions:
+            formula = _digest([formula, *(fingerprint(name, "method") for name in functions)])
         digests = _digest(vocabulary), _digest(rules), len(data), data.digest
         scores = [fingerprint(each.function, "reward.functions", REWARDS) for each in rewards]
         return cls(*digests, formula, _weights_digest(model), _digest(scores))

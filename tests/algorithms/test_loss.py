@@ -10,7 +10,7 @@ import torch
 from burnish.algorithms import policy_loss
 from burnish.algorithms.aggregation import aggregation
 from burnish.algorithms.kl import kl_loss
-from burnish.algorithms.loss import policy_loss_fn, sft_loss
+from burnish.algorithms.loss import policy_loss_fn
 from burnish.config.schema import AlgorithmConfig, KLConfig, PPOSettings
 from burnish.errors import BurnishError
 from burnish.records import MicroBatch, TokenOutputs
@@ -30,16 +30,6 @@ def gspo(new, micro, low, high):
 
 def cispo(new, micro, low, high):
     return policy_loss.cispo(new, micro, AlgorithmConfig(clip_low=low, clip_high=high))
-
-
-def test_sft_is_the_mean_negative_log_likelihood(make_case) -> None:
-    case = make_case()
-    loss, stats = sft_loss(case.outputs, case.micro)
-    want = -sum(case.outputs.logprobs[t].item() for tokens in case.sequences() for t in tokens)
-    np.testing.assert_allclose(loss.item(), want / case.micro.num_tokens, rtol=1e-6)
-    assert stats.values_by_name() == {"tokens": 15}
-    loss.backward()
-    assert case.outputs.logprobs.grad.isfinite().all()
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -129,10 +129,14 @@ def test_marks_of_turns_that_are_not_trained_on_mean_the_same(key: str, value: A
 @pytest.mark.parametrize(
     "marks",
     [
-        {"weight": 0.5},
+        {"weight": -0.5},
+        {"weight": float("nan")},
+        {"weight": float("inf")},
+        {"weight": "2"},
         {"loss": "false"},
+        {"loss": 0.5},
         {"train": [0, 1]},
-        {"weight": 2},
+        {"weight": 2, "train": False},
         {"mask": True},
         {"loss_scale": 0.3},
         {"train_detail": [{"begin_offset": 0}]},
@@ -148,7 +152,15 @@ def test_marks_that_cannot_be_honoured_are_refused(marks: dict[str, Any]) -> Non
 def test_only_the_assistant_can_be_marked_as_trained_on() -> None:
     with pytest.raises(UsageError, match="message 1 of row 7"):
         read({"role": "user", "content": "a", "train": True})
+    with pytest.raises(UsageError, match="message 1 of row 7"):
+        read({"role": "user", "content": "a", "weight": 0.5})
     assert read({"role": "user", "content": "a", "weight": 1}) == [{"role": "user", "content": "a"}]
+
+
+@pytest.mark.parametrize("weight", [0.5, 2, 2.5])
+def test_a_turn_keeps_its_weight(weight: float) -> None:
+    turn = {"role": "assistant", "content": "a", "weight": weight}
+    assert read(turn | {"train": True}) == [turn]
 
 
 def test_functions_are_tools() -> None:

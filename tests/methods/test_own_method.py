@@ -104,7 +104,7 @@ def test_a_dry_run_says_what_is_meant(work: Path) -> None:
         (("run", "nothing", "dpo.yaml"), ["nothing"]),
         (
             ("sft", "dpo.yaml", "data.completion_column=chosen", "--dry-run"),
-            ["burnish sft", "method.beta"],
+            ["method.beta", "loss"],
         ),
     ],
 )

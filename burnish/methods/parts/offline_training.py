@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 
+import numpy as np
 import torch
 
 from burnish.algorithms.schedule import learning_rate
@@ -63,8 +64,16 @@ def batch_of(
 ) -> Batch:
     """Pack the examples of items. Those of one item share a micro-batch."""
     parts = [row if isinstance(row, tuple) else (row,) for row in rows]
+    examples = [*chain.from_iterable(parts)]
+    if any(each.weights is not None for each in examples):  # those of other rows count 1
+        examples = [
+            each
+            if each.weights is not None
+            else replace(each, weights=np.ones(len(each.token_ids), np.float32))
+            for each in examples
+        ]
     return make_batch(
-        [*chain.from_iterable(parts)],
+        examples,
         layout,
         models.config.microbatch_tokens,
         models.costs,
@@ -90,7 +99,11 @@ def train(method: OfflineMethod, config: RunConfig, layout: Layout, device: torc
             total = config.steps or loader.takes(size, config.epochs)
             engine = make_run_engine(foundation, config.optim)
             fingerprints = Fingerprints.of(
-                foundation.tokenizer, dataset, local.model.path, method=method.source
+                foundation.tokenizer,
+                dataset,
+                local.model.path,
+                method=method.source,
+                functions=method.functions(config),
             )
             learners = {MAIN: Learner(engine, foundation)}
             run = Run(session, learners, fingerprints, total, loader.epoch_steps(size))
