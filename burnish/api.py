@@ -30,9 +30,6 @@ from burnish.files.safetensors import ADAPTER_CONFIG
 from burnish.functions import name_of
 from burnish.launch.failures import forget_failures, note_failure, refuse_failing_alike
 from burnish.method import Method
-from burnish.methods.evaluation import Evaluation
-from burnish.methods.rl import RL
-from burnish.methods.sft import SFT
 from burnish.methods.table import METHODS, load_method
 from burnish.runs.hub_revisions import at_newest_steps, beginning, hub_entries, is_model, pin
 from burnish.runs.preflight import require_inputs
@@ -115,6 +112,8 @@ def _with_stored_rows(settings: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def sft(config: Config | None = None, **settings: Any) -> Result:
     """Fine-tune on examples. An interrupted run continues from its newest checkpoint."""
+    from burnish.methods.sft import SFT
+
     return run(SFT.name, config, **settings)
 
 
@@ -124,6 +123,8 @@ def rl(config: Config | None = None, reward: Rewards = None, **settings: Any) ->
     `reward` is a Python function, its name such as "rewards.py:correct", or several, in place of `reward.functions`; a
     mapping sets the section `reward`.
     """
+    from burnish.methods.rl import RL
+
     return run(RL.name, config, **_with_reward(settings, reward))
 
 
@@ -146,6 +147,8 @@ def evaluate(
 
     `config` may be a run, or a model: a directory or a hub's id.
     """
+    from burnish.methods.evaluation import Evaluation
+
     run_dir = None
     if isinstance(config, str | os.PathLike):
         place = os.fspath(config)
