@@ -59,10 +59,13 @@ class Nodes:
         self.nodes = [self.add(), self.add()]
 
     def add(self) -> Any:
-        """Ray gives a node half a minute to start, which is too little on a busy machine."""
+        """Ray gives a node half a minute to start, which is too little on a busy machine; one that comes late is removed."""
+        known = set(self.cluster.worker_nodes)
         for _ in range(2):
             with suppress(Exception):
                 return self.cluster.add_node(num_cpus=1)
+            for late in self.cluster.worker_nodes - known:
+                self.cluster.remove_node(late, allow_graceful=False)
         return self.cluster.add_node(num_cpus=1)
 
     def remove(self) -> None:
