@@ -496,7 +496,7 @@ class GAESettings(Section):
     """The own settings of the advantage gae."""
 
     gamma: float = Field(1.0, ge=0, le=1)
-    """Discount of later rewards: for each token with gae, else for each turn."""
+    """Discount of later rewards, for each token."""
     lam: float = Field(1.0, ge=0, le=1)
     """λ of generalized advantage estimation (arXiv 1506.02438). 0 trusts the critic, 1 the rewards."""
 
@@ -504,8 +504,8 @@ class GAESettings(Section):
 class TurnGRPOSettings(Section):
     """The own settings of the advantage turn_grpo."""
 
-    gamma: float = Field(1.0, ge=0, le=1)
-    """Discount of later rewards: for each token with gae, else for each turn."""
+    gamma: float = Field(1.0, ge=-1, le=1)
+    """Discount of the rewards of later turns. -1 where the next turn is the other player's, who wins what this one loses."""
 
 
 class GiGPOSettings(TurnGRPOSettings):

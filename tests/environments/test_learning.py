@@ -56,3 +56,13 @@ def test_a_new_model_learns_to_call_the_calculator(example):
     calls = "val/environment/calls"
     assert before["val/mean@4"] + 0.25 < after["val/mean@4"]
     assert before[calls] < 0.6 < 0.9 < after[calls]
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("example", [("nim", "games.py", 4000)], indirect=True)
+def test_a_new_model_learns_to_win_against_itself(example):
+    done(example, "sft", "examples/nim/sft.yaml")
+    done(example, "rl", "examples/nim/rl.yaml")
+    before, after = validated(example / "runs" / "nim" / "wins")
+    assert before["val/mean@64"] < 0.5 < 0.8 < after["val/mean@64"]
