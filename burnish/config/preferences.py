@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 from pydantic import Field
 
 from burnish.config.section import Section
@@ -60,8 +58,13 @@ class PreferenceSettings(PairSettings):
     """The weight of desirable answers: kto. With many more of one kind, let weight times number be about equal, up to 1.33 times for the desirable ones."""
     undesirable_weight: float = Field(1.0, gt=0)
     """The weight of the others: kto."""
-    reference: Literal["initial", "none"] = "initial"
-    """The policy that the model stays near. initial: the model that training starts from; with a fresh adapter, the model without it. none: for losses that take none, such as simpo and orpo."""
+    reference: str = "initial"
+    """The policy that the model stays near. initial: the model that training starts from; with a fresh adapter, the model without it. Or the directory of another model with the same vocabulary. none: for losses that take none, such as simpo and orpo. Its log-probs are computed once, before training."""
+
+    @property
+    def reference_path(self) -> str | None:
+        """The directory of a reference of one's own."""
+        return None if self.reference in ("initial", "none") else self.reference
 
     @property
     def is_of_answers(self) -> bool:

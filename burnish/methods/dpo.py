@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from burnish.config.preferences import PreferenceSettings
 from burnish.config.schema import RunConfig
-from burnish.errors import BurnishError, UsageError, count_text
+from burnish.errors import BurnishError, MissingError, UsageError, count_text
 from burnish.extend import ANSWER_LOSSES, PREFERENCE_LOSSES
 from burnish.functions import did_you_mean
 from burnish.methods.pairs import PairMethod
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
     from burnish.methods.parts.offline_training import Models
     from burnish.plan.model import Workload
     from burnish.records import Batch
+    from burnish.runs.session import Session
     from burnish.runs.setup import Foundation
     from burnish.tracking.progress import Progress
     from burnish.tracking.stats import Stats
@@ -49,8 +52,26 @@ class DPO(PairMethod):
         return 1 if self.settings(config).is_of_answers else 2
 
     def keeps_start(self, config: RunConfig) -> bool:
-        """See `OfflineMethod.keeps_start`."""
-        return bool(self.settings(config).reference == "initial")
+        """See `OfflineMethod.keeps_start`. Of streamed rows nothing is computed before training."""
+        return bool(self.settings(config).reference == "initial" and config.data.streaming)
+
+    def before_training(
+        self,
+        items: ItemSequence[Any],
+        rows: Sequence[int] | None,
+        foundation: Foundation,
+        session: Session,
+    ) -> ItemSequence[Any]:
+        """See `OfflineMethod.before_training`: the reference's log-probs."""
+        from burnish.methods.parts.references import referenced
+
+        settings = self.settings(foundation.config)
+        if settings.reference == "none" or foundation.config.data.streaming:
+            return items
+        kind = ""
+        if settings.is_of_answers:  # with mismatched ones, which end at the limit
+            kind = f"kto {foundation.config.data.max_length} {foundation.config.microbatch_tokens}"
+        return referenced(items, rows, foundation, session, settings.reference_path, kind)
 
     def problems(self, config: RunConfig) -> Iterator[BurnishError]:
         """See `Method.problems`."""
@@ -73,6 +94,8 @@ class DPO(PairMethod):
                     want=f"a reference, or {', '.join(_WITHOUT_REFERENCE)}",
                     do="remove method.reference",
                 )
+        if settings.reference_path is not None:
+            yield from self._problems_of_path(config, settings.reference_path)
         if not settings.loss:
             yield UsageError(
                 "method.loss names no loss",
@@ -82,6 +105,29 @@ class DPO(PairMethod):
 
         if settings.is_of_answers:
             yield from self._problems_of_answers(config)
+
+    def _problems_of_path(self, config: RunConfig, path: str) -> Iterator[BurnishError]:
+        if not Path(path).expanduser().is_dir():
+            yield MissingError(
+                f"method.reference: there is no directory {path}",
+                want="initial, none, or the directory of a model on this machine",
+                do="correct method.reference; download a model of the hub first",
+            )
+        if config.data.streaming:
+            yield UsageError(
+                "the log-probs of a reference of one's own are computed before training, and streamed rows are read during it",
+                have=f"data.streaming: {config.data.streaming}, method.reference: {path}",
+                want="rows that are read before, or method.reference: initial",
+                do="remove one of the two",
+            )
+
+    def dry_runs_of_models(self, foundation: Foundation) -> Iterator[Callable[[], object]]:
+        """See `Method.dry_runs_of_models`."""
+        from burnish.methods.parts.references import reference_foundation
+
+        path = self.settings(foundation.config).reference_path
+        if path is not None:
+            yield partial(reference_foundation, foundation, path)
 
     def _problems_of_answers(self, config: RunConfig) -> Iterator[BurnishError]:
         settings = self.settings(config)
@@ -144,11 +190,11 @@ class DPO(PairMethod):
         return dataset
 
     def workload(self, config: RunConfig) -> Workload:
-        """See `Method.workload`. Beside single answers, model and reference read mismatched ones."""
+        """See `Method.workload`. Beside single answers, the model reads mismatched ones."""
         work = super().workload(config)
         if not self.settings(config).is_of_answers:
             return work
-        return replace(work, sequences=work.sequences // 2, scorings=3)
+        return replace(work, sequences=work.sequences // 2, scorings=1)
 
     def batch(
         self, dataset: ItemSequence[Any], rows: Sequence[int], models: Foundation, layout: Layout
@@ -164,14 +210,14 @@ class DPO(PairMethod):
         return replace(batch_of(answers, models, layout), beside=beside)
 
     def prepare(self, models: Models, batch: Batch) -> tuple[Batch, Stats]:
-        """Add the reference's log-probs, and kto's reference point."""
+        """Add the reference's log-probs to streamed rows, and kto's reference point."""
         from burnish.tracking.stats import Stats
 
         if models.start is not None:
             batch = models.start_logprobs(batch)
         if batch.beside is None:
             return batch, Stats({})
-        return _with_kl(models, batch, models.start_logprobs(batch.beside))
+        return _with_kl(models, batch, batch.beside)
 
     def loss(self, config: RunConfig) -> LossFn:
         """See `OfflineMethod.loss`."""

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from burnish.methods.parts.offline_training import Models
     from burnish.plan.model import Workload
     from burnish.records import Batch
+    from burnish.runs.session import Session
     from burnish.runs.setup import Foundation
     from burnish.tracking.progress import Progress
     from burnish.tracking.stats import Stats
@@ -111,6 +112,16 @@ class OfflineMethod(Method):
         from burnish.runs.setup import example_dataset
 
         return example_dataset(foundation, paths, setting, first, progress)
+
+    def before_training(
+        self,
+        items: ItemSequence[Any],
+        rows: Sequence[int] | None,
+        foundation: Foundation,
+        session: Session,
+    ) -> ItemSequence[Any]:
+        """Return a data set with what is computed once, before training. `rows` are the items that will be read; None: all. Collective."""
+        return items
 
     def batch(
         self, dataset: ItemSequence[Any], rows: Sequence[int], models: Foundation, layout: Layout

@@ -42,6 +42,13 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
+def other(work: Path) -> Path:
+    """The directory of another model with the same tokens."""
+    run = done(work, "sft", "sft.yaml", "name=other", "steps=1", "optim.lr=0", "seed=7")
+    return run / "checkpoints/step-00000001/model"
+
+
+@pytest.fixture(scope="module")
 def alone(work: Path) -> Path:
     return done(work, *RUN, "name=alone", "data.validation=[pairs.jsonl]")
 
@@ -52,17 +59,38 @@ def test_it_is_the_papers_formula(work: Path, alone: Path) -> None:
     trained = [row for row in rows if "train/loss" in row]
     np.testing.assert_allclose([row["train/loss"] for row in trained], losses, rtol=1e-5)
     near(load_model(alone), wanted, 2e-5)
-    # Before the first step the model is its own reference.
+    # Before the first step the model is its own reference, whose log-probs were packed otherwise.
     assert rows[0]["val/loss"] == pytest.approx(np.log(2), rel=1e-6)
-    assert rows[0]["val/margin"] == rows[0]["val/accuracy"] == 0.0
+    assert rows[0]["val/margin"] == pytest.approx(0.0, abs=1e-5)
     assert rows[-1]["val/loss"] < rows[0]["val/loss"]
     assert rows[-1]["val/accuracy"] > 0.5
 
 
+@pytest.fixture(scope="module")
+def apart(work: Path, other: Path) -> Path:
+    """A run whose reference is another model, so that no margin is 0."""
+    return done(
+        work, *RUN, "name=apart", "data.validation=[pairs.jsonl]", f"method.reference={other}"
+    )
+
+
 @pytest.mark.parametrize("layout", by_day(LAYOUTS, ["fsdp"]))
-def test_two_processes_do_what_one_does(work: Path, alone: Path, layout: str) -> None:
+def test_two_processes_do_what_one_does(
+    work: Path, other: Path, apart: Path, layout: str, tmp_path: Path
+) -> None:
     argv = [*RUN, f"name={layout}", "data.validation=[pairs.jsonl]", *LAYOUTS[layout]]
-    assert_same(done(work, *argv, world=2), alone)
+    cache = {"BURNISH_CACHE": str(tmp_path)}
+    argv.append(f"method.reference={other}")
+    assert_same(done(work, *argv, world=2, environ=cache), apart)
+
+
+@pytest.mark.nightly
+def test_a_reference_of_ones_own_is_the_papers(work: Path, other: Path, apart: Path) -> None:
+    start = work / "runs/start/checkpoints/step-00000001/model"
+    wanted, losses = trained_by_torch(start, other)
+    trained = [row["train/loss"] for row in metrics(apart) if "train/loss" in row]
+    np.testing.assert_allclose(trained, losses, rtol=1e-5)
+    near(load_model(apart), wanted, 2e-5)
 
 
 @pytest.mark.nightly
@@ -102,14 +130,17 @@ def test_losses_may_be_added_and_ones_own(work: Path) -> None:
     assert row["train/loss"] == pytest.approx(added, rel=1e-5)
 
 
-def test_kto_learns_from_answers_and_from_pairs(work: Path) -> None:
-    """A pair is two answers, whose mismatched ones are of the row before."""
+def test_kto_learns_from_answers(work: Path) -> None:
     answers = done(work, *RUN, *KTO, "name=kto", "data.train=[answers.jsonl]", "steps=2")
     rows = metrics(answers)
     assert rows[0]["train/loss"] == pytest.approx(0.5, abs=1e-6)  # r and z are 0
     assert rows[0]["train/kl"] == pytest.approx(0.0, abs=1e-6)
     assert abs(rows[1]["train/kl"]) > 1e-4
     assert rows[1]["train/loss"] != pytest.approx(0.5, abs=1e-4)
+
+
+@pytest.mark.nightly
+def test_kto_learns_from_pairs(work: Path) -> None:
     pairs = done(work, *RUN, *KTO, "name=kto-pairs", "steps=2", "data.validation=[pairs.jsonl]")
     assert metrics(pairs)[0]["val/loss"] == pytest.approx(0.5, abs=1e-6)
 
@@ -149,10 +180,15 @@ def test_a_ranked_list_trains_like_its_pairs(work: Path, kind: str) -> None:
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("layout", ["fsdp", "tp", "sp"])
-def test_two_processes_do_what_one_does_with_kto(work: Path, layout: str) -> None:
+def test_two_processes_do_what_one_does_with_kto(
+    work: Path, other: Path, layout: str, tmp_path: Path
+) -> None:
     argv = [*RUN, *KTO, "data.train=[answers.jsonl]", "data.validation=[pairs.jsonl]"]
+    argv.append(f"method.reference={other}")
     one = done(work, *argv, f"name=kto-alone-{layout}")
-    assert_same(done(work, *argv, f"name=kto-{layout}", *LAYOUTS[layout], world=2), one)
+    cache = {"BURNISH_CACHE": str(tmp_path)}
+    two = done(work, *argv, f"name=kto-{layout}", *LAYOUTS[layout], world=2, environ=cache)
+    assert_same(two, one)
 
 
 @pytest.mark.nightly
@@ -172,6 +208,7 @@ def test_a_killed_run_of_kto_goes_on_to_the_bit(work: Path) -> None:
         (["method.loss={sigmiod: 1}"], ["sigmiod", "sigmoid"]),
         (["method.loss={}"], ["method.loss"]),
         (["method.reference=none"], ["method.reference", "simpo"]),
+        (["method.reference=nowhere"], ["method.reference", "nowhere"]),
         (["method.beta=0"], ["method", "beta"]),
         (["data.train=[train.jsonl]"], ["chosen"]),
         (["data.train=[one-sided.jsonl]"], ["one-sided.jsonl", "rejected"]),

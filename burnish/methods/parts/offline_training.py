@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -35,6 +36,9 @@ from burnish.runs.setup import (
     train_dataset,
 )
 from burnish.runs.trainer_state import Fingerprints
+
+if TYPE_CHECKING:
+    from burnish.methods.parts.validation import HeldOut
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +101,14 @@ def train(method: OfflineMethod, config: RunConfig, layout: Layout, device: torc
             by_epoch = method.stays_in_epoch(config)
             loader = make_loader(dataset, config.data, config.seed, by_epoch=by_epoch)
             total = config.steps or loader.takes(size, config.epochs)
+            items = method.before_training(dataset, None, foundation, session)
+            held_out: HeldOut | None = None
+            if local.data.validation:
+                from burnish.methods.parts.validation import held_out_examples
+
+                held_out = held_out_examples(method, foundation, session.progress)
+                examples = method.before_training(*held_out, foundation, session)
+                held_out = examples, held_out[1]
             engine = make_run_engine(foundation, config.optim)
             fingerprints = Fingerprints.of(
                 foundation.tokenizer,
@@ -115,11 +127,10 @@ def train(method: OfflineMethod, config: RunConfig, layout: Layout, device: torc
             )
             models = Models(foundation, engine, start)
             validate: Validation | None = None
-            if local.data.validation:
+            if held_out is not None:
                 from burnish.methods.parts.validation import example_validation
 
-                check = session.stopper.check_all
-                validate = example_validation(method, models, check, session.progress)
+                validate = example_validation(method, models, held_out, session.stopper.check_all)
             bar.advance()
         loss = method.loss(config)
         spans = session.spans
@@ -127,7 +138,7 @@ def train(method: OfflineMethod, config: RunConfig, layout: Layout, device: torc
 
         def make_next() -> tuple[Batch, State]:
             with agree(layout if streaming else Layout()):
-                batch = method.batch(dataset, loader.take(size), foundation, engine.layout)
+                batch = method.batch(items, loader.take(size), foundation, engine.layout)
             return batch, loader.state
 
         ahead = None

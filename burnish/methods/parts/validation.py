@@ -167,8 +167,20 @@ def _numbers(
     }
 
 
+HeldOut = tuple[ItemSequence[Any], list[int]]
+"""Held-out examples, and which of them are measured."""
+
+
+def held_out_examples(method: OfflineMethod, foundation: Foundation, progress: Progress) -> HeldOut:
+    """Read the held-out examples of a run. Collective."""
+    config = foundation.config
+    read = partial(method.dataset, foundation, progress=progress)
+    dataset = validation_dataset(read, config.data)
+    return dataset, _measured_rows(dataset, config.evaluation.prompts)
+
+
 def example_validation(
-    method: OfflineMethod, models: Models, check: Callable[[], object], progress: Progress
+    method: OfflineMethod, models: Models, held_out: HeldOut, check: Callable[[], object]
 ) -> Validation:
     """Return a function that measures `val/...` of held-out examples, by default the mean loss per token.
 
@@ -176,12 +188,8 @@ def example_validation(
     """
     foundation = models.foundation
     layout = models.policy.layout
-    config = foundation.config
-    dataset = validation_dataset(
-        partial(method.dataset, foundation, progress=progress), config.data
-    )
-    rows = _measured_rows(dataset, config.evaluation.prompts)
-    size = config.batch.examples
+    size = foundation.config.batch.examples
+    dataset, rows = held_out
 
     def validate() -> tuple[dict[str, float], None]:
         stats = Stats({})
@@ -318,8 +326,10 @@ def _measure(
     config = foundation.config
     with progress.phase("evaluate"):
         if isinstance(foundation, Foundation) and not config.scores:
+            method = SFT()
+            examples = held_out_examples(method, foundation, progress)
             models = Models(foundation, _load(foundation))
-            return example_validation(SFT(), models, stopper.check_all, progress)()
+            return example_validation(method, models, examples, stopper.check_all)()
         with reward_pool(config.reward, config.rollout.environment) as pool:
             read = partial(prompt_dataset, foundation, pool=pool, progress=progress)
             held_out = validation_dataset(read, config.data)

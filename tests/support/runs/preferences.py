@@ -42,9 +42,14 @@ def log_likelihood(
     return logprobs.gather(1, ids[1:, None])[len(before) - 1 :].sum()
 
 
-def trained_by_torch(start: Path) -> tuple[dict[str, torch.Tensor], list[float]]:
+def trained_by_torch(
+    start: Path, reference: Path | None = None
+) -> tuple[dict[str, torch.Tensor], list[float]]:
     """The weights and losses of the paper's formula, with torch's autograd and AdamW."""
-    model, frozen = (AutoModelForCausalLM.from_pretrained(start, dtype=torch.float32) for _ in "ab")
+    model, frozen = (
+        AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+        for path in (start, reference or start)
+    )
     tokenizer = AutoTokenizer.from_pretrained(start)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.0)
     losses = []
