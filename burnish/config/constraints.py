@@ -52,6 +52,7 @@ _MEGATRON = "engine.kind=megatron|FILE:NAME"
 """What another engine lacks is not known here, so it is not refused."""
 _OF_ENGINE: Sequence[_Constraint] = (
     ("model.lora", _TORCH, ""),
+    ("model.train", _TORCH, "Megatron keeps main weights of trained parameters only"),
     ("optim.kind=muon", _TORCH, ""),
     ("engine.replicas", _TORCH, ""),
     ("engine.reshard_after_forward", _TORCH, ""),
@@ -326,6 +327,13 @@ def model_problems(model: ModelConfig) -> Iterator[BurnishError]:
             have=f"model.lora.dropout: {model.lora.dropout}, model.lora.targets: {', '.join(experts)}",
             want="dropout, or experts among the targets",
             do=f"set model.lora.dropout=0, or take {', '.join(experts)} out of model.lora.targets",
+        )
+    if model.adapter and model.train:
+        yield UsageError(
+            "model.train and model.lora exclude each other: an adapter leaves the model as it is",
+            have=f"model.train: {', '.join(model.train)}",
+            want="one of them",
+            do="remove model.train, or name what trains whole beside the adapter in model.lora.modules_to_save",
         )
     if model.adapter is None and lora:
         yield UsageError(

@@ -119,6 +119,8 @@ class ModelConfig(Section):
     """A Jinja file to use instead of the tokenizer's own chat template."""
     trust_remote_code: MayChange[bool] = False
     """Run the Python code in the model's directory."""
+    train: list[Annotated[str, Field(min_length=1)]] = []
+    """Train only the weights in whose names, as in the checkpoint, one of these regular expressions is found, such as lm_head or layers.1.mlp. The others stay as they are. Default: all."""
     lora: LoraConfig = LoraConfig()
     """Train an adapter and leave the model as it is."""
 

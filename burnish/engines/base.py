@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from enum import Enum
 from typing import Protocol
@@ -47,7 +47,7 @@ class Engine(Protocol):
     `engine.kind` names the class. Burnish makes one object for each model: the policy, a critic, a reference.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913
         self,
         hf_config: PretrainedConfig,
         config: EngineConfig,
@@ -57,12 +57,13 @@ class Engine(Protocol):
         device: torch.device,
         beside: Engine | None,
         lora: LoraConfig | None = None,
+        train: Sequence[str] = (),
     ) -> None:
         """Make the model of `hf_config` without weights. Collective.
 
         `layout` has the processes; the engine's own says how they divide the model. Without `optim` the engine is frozen, in
         the compute dtype. With `beside`, which may be of another class, it may share that engine's process groups. `lora` comes
-        only where `model.lora` is set: an adapter is trained beside a frozen model.
+        only where `model.lora` is set: an adapter is trained beside a frozen model. `train` comes only where `model.train` is.
         """
 
     layout: Layout

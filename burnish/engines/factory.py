@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
+from typing import Any
+
 import torch
 from transformers import PretrainedConfig
 
@@ -15,13 +18,13 @@ _SETTING = "engine.kind"
 
 
 def require_fitting(
-    hf_config: PretrainedConfig, config: EngineConfig, lora: LoraConfig | None = None
+    hf_config: PretrainedConfig, config: EngineConfig, options: Collection[str] = ()
 ) -> None:
     """Raise `UsageError` if the engine is none, cannot compute or divide the model, or a setting needs routers that are not known.
 
-    Raises `IncompatibleError` for a model that it cannot cut.
+    `options` are arguments of its constructor that are used. Raises `IncompatibleError` for a model that it cannot cut.
     """
-    ENGINES.load(config.kind, _SETTING, ["lora"] if lora else []).require_fitting(hf_config, config)
+    ENGINES.load(config.kind, _SETTING, options).require_fitting(hf_config, config)
     if config.router_aux_loss:
         from burnish.models.routing import require_routers
 
@@ -36,7 +39,7 @@ def settings_beside(hf_config: PretrainedConfig, config: EngineConfig) -> Engine
     return config.model_copy(update=none)
 
 
-def make_engine(
+def make_engine(  # noqa: PLR0913
     hf_config: PretrainedConfig,
     config: EngineConfig,
     optim: OptimConfig | None,
@@ -44,16 +47,18 @@ def make_engine(
     layout: Layout,
     device: torch.device,
     lora: LoraConfig | None = None,
+    train: Sequence[str] = (),
     beside: Engine | None = None,
 ) -> Engine:
     """Make an engine without weights. Collective. Raises as `require_fitting` does.
 
-    Without `optim` the engine is frozen, in the compute dtype. It may share the process groups of `beside`.
+    Without `optim` the engine is frozen, in the compute dtype. It may share the process groups of `beside`. `train` is `model.train`.
     """
     if optim is None:
         config = settings_beside(hf_config, config).model_copy(update={"router_aux_loss": 0.0})
-    require_fitting(hf_config, config, lora)
-    options = {} if lora is None else {"lora": lora}
+    given: dict[str, Any] = {"lora": lora, "train": train}
+    options = {name: value for name, value in given.items() if value}
+    require_fitting(hf_config, config, options)
     kind = ENGINES.load(config.kind, _SETTING)
     engine = kind(hf_config, config, optim, layout=layout, device=device, beside=beside, **options)
     ENGINES.require_complete(engine, config.kind, _SETTING)

@@ -29,12 +29,13 @@ class RewardModeling(PairMethod):
     def problems(self, config: RunConfig) -> Iterator[BurnishError]:
         """See `Method.problems`."""
         yield from super().problems(config)
-        if config.model.adapter:
+        partly = {"model.lora": config.model.adapter, "model.train": config.model.train}
+        for setting in (name for name, value in partly.items() if value):
             yield UsageError(
                 "a reward model is trained whole, because its head is new",
-                have="model.lora",
-                want="no adapter",
-                do="remove model.lora",
+                have=setting,
+                want="all weights trained",
+                do=f"remove {setting}",
             )
 
     def foundation(self, foundation: Foundation) -> Foundation:

@@ -138,7 +138,7 @@ class Planner:
                 want=f"one of {names_of('has_llama_layers')}",
                 do="plan with engine.kind=torch",
             )
-        self.model = PlannedModel(shape, config.model.adapter)
+        self.model = PlannedModel(shape, config.model.adapter, train=config.model.train)
         self.model.require_targets()
         work = method.workload(config)
         work = work if row_tokens is None else work.of_rows(row_tokens)

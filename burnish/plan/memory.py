@@ -131,11 +131,12 @@ class Needs:
 
     @cached_property
     def _stepped(self) -> float:
-        return self._trained
+        return self._trained * self._model.unfrozen
 
     @cached_property
     def _matrices(self) -> float:
-        return self._sum(self._held(self._model.trained, matrices=True))
+        matrices = self._sum(self._held(self._model.trained, matrices=True))
+        return matrices * self._model.unfrozen
 
     def _held(
         self, weights: Mapping[LayerShape, Sequence[Weight]], *, matrices: bool = False
@@ -413,7 +414,7 @@ class Needs:
         trained = self._held(self._model.trained)
         reduces = self._engine.reduce_each_microbatch or shards == 1
         # fp32 gradients of earlier micro-batches, which are unsharded until they are reduced.
-        earlier = FP32 * self._trained * (1 if reduces else shards) * (self.microbatches > 1)
+        earlier = FP32 * self._stepped * (1 if reduces else shards) * (self.microbatches > 1)
         largest = max(trained.values())
         reduced = 0.0 if earlier else FP32 * (self._sum(trained) - largest)
         layer = max(self._layers.values())
@@ -446,7 +447,7 @@ class Needs:
         yield from self._reducing(
             FP32 * self._sum(trained), max(reduced, earlier * reduces), largest
         )
-        gradients = FP32 * self._trained
+        gradients = FP32 * self._stepped
         yield self._moment(0, gradients=gradients) | self._stepping
 
     def _reducing(self, layers: float, others: float, largest: float) -> Iterator[Parts]:

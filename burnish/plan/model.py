@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple, Self
@@ -19,6 +20,7 @@ from burnish.config.schema import (
 )
 from burnish.families import LayerShape, ModelShape
 from burnish.models.flops import ModelFlops
+from burnish.models.freezing import matching
 from burnish.models.lora.adapter_config import are_parameters, require_targets
 
 FP32 = 4
@@ -95,6 +97,8 @@ class PlannedModel:
     """The adapter that is trained in its place."""
     scores_values: bool = False
     """Whether a value head replaces the output layer."""
+    train: Sequence[str] = ()
+    """`model.train`."""
 
     @cached_property
     def layers(self) -> dict[LayerShape, tuple[Weight, ...]]:
@@ -107,6 +111,18 @@ class PlannedModel:
         if self.lora is None:
             return self.layers
         return {kind: tuple(self._beside(kind, self.lora)) for kind in self.layers}
+
+    @cached_property
+    def unfrozen(self) -> float:
+        """The share of the parameters that `train` leaves trained."""
+        if not self.train:
+            return 1.0
+        sizes = {name: math.prod(shape) for name, shape in self.shape.parameters}
+        for number, layer in enumerate(self.shape.layers):
+            sizes |= {f"model.layers.{number}.{n}": math.prod(s) for n, s in layer.parameters}
+        others = {"lm_head.weight": "model.embed_tokens.weight"} if self.shape.tied else {}
+        chosen = matching([*sizes, *others], self.train)
+        return sum(sizes[n] for n in {others.get(n, n) for n in chosen}) / sum(sizes.values())
 
     def _beside(self, kind: LayerShape, lora: LoraConfig) -> Iterator[Weight]:
         for (name, _), weight in zip(kind.parameters, self.layers[kind], strict=True):

@@ -105,7 +105,7 @@ class Foundation(TextFoundation):
     assets: Mapping[str, bytes] = field(default_factory=dict)
     """The files beside the weights, by name; only on rank 0 of a run that trains."""
     adapted: int = 0
-    """The numbers that an adapter's run trains."""
+    """The numbers that a run trains, if those are not the whole model's."""
 
     @property
     def costs(self) -> ModelFlops:
@@ -198,7 +198,8 @@ def lay_foundation(
     tokenizer = model_tokenizer(config.model, config.data.chat_template_name)
     require_embeddings(hf_config, tokenizer)
     _require_stop_tokens(config.rollout.stop_token_ids, hf_config)
-    making.require_fitting(hf_config, config.engine, config.model.adapter)
+    used = {"lora": config.model.adapter, "train": config.model.train}
+    making.require_fitting(hf_config, config.engine, [name for name in used if used[name]])
     layout = layout or Layout()
     device = device or torch.device("cpu")
     # What costs milliseconds came first. The proof takes seconds, once for each model. Weights are read after it.
@@ -243,6 +244,10 @@ def lay_foundation(
         source = first_adapter(config.model, hf_config, adapter, config.seed, base, composite)
         if config.model.adapter_beside:
             _require_adaptable(config, adapter["targets"], hf_config, device)
+    elif config.model.train:
+        from burnish.models.freezing import count_unfrozen
+
+        adapted = count_unfrozen(hf_config, config.model.train)
     template = single_template(tokenizer, config.data.chat_template_name)
     foundation = Foundation(
         config,
@@ -559,6 +564,7 @@ def make_run_engine(
         layout=foundation.layout,
         device=foundation.device,
         lora=lora,
+        train=foundation.config.model.train if foundation.adapted else (),
         beside=beside,
     )
     if foundation.layout.world > 1 or settings.kind != "torch":

@@ -212,7 +212,8 @@ def _model(model: ModelConfig, run_dir: Path | None) -> str:
         made_from = model.fresh if isinstance(model.fresh, str) else "model.fresh"
         return f"new, random weights, from {made_from}"
     if model.adapter is None:
-        return model.path
+        only = f", trained in {', '.join(model.train)}" if model.train else ""
+        return model.path + only
     if model.adapter.path is not None:
         return f"{model.path}, from the adapter {model.adapter.path}"
     layers = ", ".join(model.adapter.targets) or "all linear layers"

@@ -107,7 +107,7 @@ def _read_object(path: Path) -> dict[str, Any]:
 
 
 def parameters_text(count: int, adapted: int = 0) -> str:
-    """Return how many parameters a model has, and how many its run trains, if that is an adapter."""
+    """Return how many parameters a model has, and how many its run trains, if not all."""
     share = f"{adapted:,} ({adapted / count:.2%}) trained of " if adapted else ""
     return f"{share}{count:,} parameters"
 

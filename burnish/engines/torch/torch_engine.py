@@ -6,7 +6,7 @@ Main weights and optimizer slots are fp32; compute is bf16 or fp32.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from importlib.util import find_spec
@@ -45,7 +45,7 @@ class TorchEngine(ShardedEngine):
     `load(source, Part.WEIGHTS)`, and `Part.FROZEN` with an adapter.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913
         self,
         hf_config: PretrainedConfig,
         config: EngineConfig,
@@ -55,6 +55,7 @@ class TorchEngine(ShardedEngine):
         device: torch.device,
         beside: Engine | None = None,
         lora: LoraConfig | None = None,
+        train: Sequence[str] = (),
     ) -> None:
         """See `Engine`. Another torch engine `beside` has the same layout."""
         layout = replace(layout, sequence=config.sequence_parallel, tensor=config.tensor_parallel)
@@ -64,6 +65,10 @@ class TorchEngine(ShardedEngine):
         super().__init__(hf_config, config, layout, device, self.mesh.arena)
         self._sharing = self.mesh.sequence, layout.tensor
         model = build_on_meta(hf_config)
+        if train:
+            from burnish.models.freezing import freeze
+
+            freeze(model, train)
         if optim is None and lora is None:
             for parameter in model.parameters():
                 parameter.data = parameter.data.to(compute_dtype(config))

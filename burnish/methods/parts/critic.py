@@ -60,6 +60,7 @@ def valued(foundation: Foundation, model: ModelConfig, hf_config: PretrainedConf
             adapter=None,
             composite=None,
             flops=count_flops(hf_config),
+            adapted=0,
         )
     )
 
