@@ -63,6 +63,7 @@ BY_NIGHT = tuple(
     for name in (
         *("add-a-method", "agents", "clusters", "code-rewards", "data", "evaluation", "extending"),
         *("from-trl", "generators", "megatron", "preferences", "reward-models", "tracking"),
+        "distillation",
     )
 )
 """Pages whose blocks take long."""

@@ -141,10 +141,12 @@ _OF_ENDPOINTS: Sequence[_Constraint] = (
     ("rollout.url", "rollout.engine=openai", ""),
     ("rollout.model", "rollout.engine=openai", ""),
 )
+_OF_REWARDS_ALONE: Sequence[_Constraint] = (
+    ("rollout.n=1", _UNGROUPED, "others compare completions, so one alone gets 0"),
+)
 _OF_RL: Sequence[_Constraint] = (
     ("rollout.engine=openai", "", "its weights cannot be set; burnish eval can use it"),
     ("rollout.temperature=0.0", "", "all completions would be the same"),
-    ("rollout.n=1", _UNGROUPED, "others compare completions, so one alone gets 0"),
     ("rollout.n=1", "algorithm.dynamic_sampling.enabled=false", "one reward has no variance"),
     ("algorithm.dynamic_sampling.part", "algorithm.dynamic_sampling.enabled=true", ""),
     ("algorithm.old_logprobs=rollout", "rollout.temperature=1.0", "they are for temperature 1"),
@@ -596,12 +598,14 @@ def example_problems(config: RunConfig) -> Iterator[BurnishError]:
 def reward_problems(config: RunConfig) -> Iterator[BurnishError]:
     """Yield why a policy cannot learn from rewards."""
     yield from _broken(config, (*_OF_RL, *_OF_SAMPLING))
+    if not config.distill.teachers:
+        yield from _broken(config, _OF_REWARDS_ALONE)
     yield from _of_environment(config)
     if not config.scores:
         yield UsageError(
             "there is no reward to learn from",
             have="reward.functions: []",
-            want="at least one reward function, reward model, or an environment that rewards",
+            want="at least one reward function, reward model, an environment that rewards, or a teacher in distill.teachers",
             do="set reward.functions=numeric, or file.py:function of your own",
         )
     if config.algorithm.overlong.buffer > config.rollout.max_response_length:

@@ -20,6 +20,7 @@ from pydantic import (
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core.core_schema import CoreSchema
 
+from burnish.config.distillation import DistillConfig
 from burnish.config.environment import EnvironmentConfig
 from burnish.config.section import MayChange, Section
 
@@ -817,6 +818,8 @@ class RunConfig(Section):
     """RL: the formula."""
     critic: CriticConfig = CriticConfig()
     """RL: PPO's critic."""
+    distill: DistillConfig = DistillConfig()
+    """RL: teachers."""
     method: dict[str, Any] = {}
     """`burnish run`: the settings that a method of your own declares."""
     evaluation: MayChange[EvaluationConfig] = EvaluationConfig()
@@ -869,9 +872,14 @@ class RunConfig(Section):
         return {name: value for name, value in options.items() if value is not None}
 
     @property
-    def scores(self) -> bool:
+    def has_rewards(self) -> bool:
         """Whether completions get rewards: from functions, models or an environment."""
         return self.reward.given or self.rollout.environment.target is not None
+
+    @property
+    def scores(self) -> bool:
+        """Whether completions are drawn and judged: by rewards or by a teacher."""
+        return self.has_rewards or bool(self.distill.teachers)
 
     @property
     def longest_completed(self) -> int:

@@ -88,6 +88,10 @@ def planner_of(
     judges = config.reward.models if method.generates else ()
     with of_setting("reward.models"):
         shapes = [ModelShape.of(model_fields(ModelConfig(path=judge.path))) for judge in judges]
+    with of_setting("distill.teachers"):
+        teachers = [
+            ModelShape.of(model_fields(ModelConfig(path=path))) for path in config.distill.paths
+        ]
     fields = model_fields(config.model)
     return Planner(
         ModelShape.of(fields),
@@ -95,6 +99,7 @@ def planner_of(
         method,
         devices,
         shapes,
+        teachers=teachers,
         positions=fields.get("max_position_embeddings") or None,
         row_tokens=row_tokens,
     )

@@ -43,6 +43,7 @@ class OfflineMethod(Method):
         "reward",
         "algorithm",
         "critic",
+        "distill",
         "batch.prompts",
         "batch.minibatches",
         "batch.epochs",

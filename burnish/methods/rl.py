@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -57,6 +58,10 @@ class RL(Method):
         yield from model_problems(config.model)
         yield from training_problems(config, config.critic.warmup_steps)
         yield from reward_problems(config)
+        if config.distill.teachers:
+            from burnish.config.teacher_problems import teacher_problems
+
+            yield from teacher_problems(config)
 
     def size_problems(self, config: RunConfig, shares: int) -> Iterator[BurnishError]:
         """See `Method.size_problems`."""
@@ -72,7 +77,11 @@ class RL(Method):
         from burnish.runs.summary import formula_rows, sampling_rows
 
         yield from sampling_rows(config.batch, config.rollout, config.data.max_prompt_length)
-        yield from formula_rows(config.algorithm, config.critic, config.reward)
+        talks = config.rollout.environment.target is not None
+        parts = (config.algorithm, config.critic, config.reward)
+        yield from formula_rows(*parts, has_environment=talks)
+        if config.distill.teachers:
+            yield "teacher", str(config.distill)
 
     def rows_per_step(self, config: RunConfig) -> int:
         """See `Method.rows_per_step`."""
@@ -86,7 +95,11 @@ class RL(Method):
         """See `Method.workload`."""
         from burnish.plan.model import Workload
 
-        return Workload.of_completions(config.batch, config.data, config.rollout, config.algorithm)
+        parts = (config.batch, config.data, config.rollout, config.algorithm)
+        work = Workload.of_completions(*parts)
+        starts = len(config.distill.teachers) - len(config.distill.paths)
+        reference = work.has_reference or starts > 0
+        return replace(work, scorings=work.scorings + starts, has_reference=reference)
 
     def dry_runs(self, config: RunConfig) -> Iterator[Callable[[], object]]:
         """See `Method.dry_runs`."""
@@ -105,6 +118,10 @@ class RL(Method):
             path and is_elsewhere(path)
         ):
             yield partial(critic_foundation, foundation)
+        if foundation.config.distill.paths:
+            from burnish.methods.parts.distillation import dry_runs_of_teachers
+
+            yield from dry_runs_of_teachers(foundation)
 
     def dataset(
         self,
@@ -134,7 +151,12 @@ class RL(Method):
         """Return the loss of a micro-batch."""
         from burnish.algorithms.loss import policy_loss_fn
 
-        return policy_loss_fn(config.algorithm, config.rollout.max_response_length)
+        loss = policy_loss_fn(config.algorithm, config.rollout.max_response_length)
+        if config.distill.teachers:
+            from burnish.algorithms.distillation import sampled_distillation
+
+            return sampled_distillation(loss, config.distill.weight)
+        return loss
 
     def run(
         self, config: RunConfig, layout: Layout, device: torch.device, run_dir: Path | None = None

@@ -192,6 +192,8 @@ class Clock:
     devices: Devices
     judges: Sequence[PlannedModel] = ()
     """The models of `reward.models`."""
+    teachers: Sequence[PlannedModel] = ()
+    """The models of `distill.teachers`."""
 
     def operations(self, engine: EngineConfig) -> dict[str, float]:
         """Return floating-point operations by phase."""
@@ -200,8 +202,9 @@ class Clock:
         by_phase = dict[str, float]()
         if work.slots:
             by_phase["rollout"] = self._generated() + self._local_sequences(engine) * self._judged
-        if scorings := work.scorings + work.has_critic:
-            by_phase["log-probs"] = scorings * forward
+        taught = self._local_sequences(engine) * self._forward_of(self.teachers)
+        if scored := (work.scorings + work.has_critic) * forward + taught:
+            by_phase["log-probs"] = scored
         critic = self._passes(engine, critic=True) if work.has_critic else 0.0
         by_phase["update"] = work.epochs * (self._passes(engine) + critic) * forward
         return by_phase
@@ -265,7 +268,10 @@ class Clock:
 
     @cached_property
     def _judged(self) -> float:
-        return sum(judge.flops.forward([self.work.length]) for judge in self.judges)
+        return self._forward_of(self.judges)
+
+    def _forward_of(self, models: Sequence[PlannedModel]) -> float:
+        return sum(model.flops.forward([self.work.length]) for model in models)
 
     @property
     def _speed(self) -> float:

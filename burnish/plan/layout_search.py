@@ -109,7 +109,7 @@ class PlannedMethod(Protocol):
 class Planner:
     """The plans of one configuration on some devices."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913
         self,
         shape: ModelShape,
         config: RunConfig,
@@ -117,10 +117,11 @@ class Planner:
         devices: Devices,
         judges: Sequence[ModelShape] = (),
         *,
+        teachers: Sequence[ModelShape] = (),
         positions: int | None = None,
         row_tokens: int | None = None,
     ) -> None:
-        """Take the shapes of the policy and of `reward.models`. Sequences have at most `positions` tokens, and rows `row_tokens` if that is known.
+        """Take the shapes of the policy, of `reward.models` and of `distill.teachers`. Sequences have at most `positions` tokens, and rows `row_tokens` if that is known.
 
         Raises `UsageError` for a model that the engine does not compute, `IncompatibleError` for an adapter of missing layers.
         """
@@ -146,11 +147,12 @@ class Planner:
         self.work = replace(work, saves_in_background=config.checkpoint.background)
         """The sequences of a step."""
         self._judges = [PlannedModel(judge, scores_values=True) for judge in judges]
+        self._teachers = [PlannedModel(teacher) for teacher in teachers]
         self._config = config
         self._method = method
         self.devices = devices
         """What the run is planned for."""
-        self._clock = Clock(self.model, self.work, devices, self._judges)
+        self._clock = Clock(self.model, self.work, devices, self._judges, self._teachers)
 
     def as_configured(self) -> tuple[Plan | None, BurnishError | None]:
         """Return the present settings' plan, and why it cannot run or does not fit."""
@@ -197,9 +199,9 @@ class Planner:
         )
 
     def _indivisible(self, engine: EngineConfig) -> Iterator[UsageError]:
-        """Yield an error for every setting that cannot divide the policy or a reward model."""
+        """Yield an error for every setting that cannot divide the policy or a model beside it."""
         plain = engine.model_copy(update={"expert_parallel": 1, "expert_tensor_parallel": None})
-        beside = [(judge.shape, plain) for judge in self._judges]
+        beside = [(each.shape, plain) for each in (*self._judges, *self._teachers)]
         for shape, settings in ((self.model.shape, engine), *beside):
             tensor = 1 if engine.kind == "megatron" else engine.tensor_parallel
             if tensor > 1 and not shape.family.cuts_heads:
@@ -253,9 +255,9 @@ class Planner:
 
     def _plans(self, engine: EngineConfig, kinds: Sequence[str]) -> Iterator[Plan]:
         of_engine = MegatronNeeds if engine.kind == "megatron" else Needs
-        needs = of_engine(
-            self.model, self.work, self.devices, engine, self._config.optim, judges=self._judges
-        )
+        optim = self._config.optim
+        beside = {"judges": self._judges, "teachers": self._teachers}
+        needs = of_engine(self.model, self.work, self.devices, engine, optim, **beside)
         for kind in kinds:
             candidate = engine.model_copy(update={"activation_checkpointing": kind})
             host = {} if self.devices.cpu else needs.host(kind)

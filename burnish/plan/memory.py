@@ -59,8 +59,9 @@ class Needs:
         optim: OptimConfig,
         *,
         judges: Sequence[PlannedModel] = (),
+        teachers: Sequence[PlannedModel] = (),
     ) -> None:
-        """Take the trained model and those of `reward.models`."""
+        """Take the trained model and those of `reward.models` and `distill.teachers`."""
         self._model = model
         self._work = work
         self._devices = devices
@@ -84,6 +85,7 @@ class Needs:
         if work.has_critic:
             self._critic = self._needs_of(PlannedModel(model.shape, scores_values=True))
         self._judges = [self._needs_of(judge) for judge in judges]
+        self._teachers = [self._needs_of(teacher) for teacher in teachers]
 
     def _needs_of(self, model: PlannedModel) -> Needs:
         return type(self)(model, self._work.alone, self._devices, self._engine, self._optim)
@@ -106,8 +108,10 @@ class Needs:
         by_phase = dict[str, Parts]()
         if self._work.slots:
             by_phase["rollout"] = self._while_generating | max(self._rollouts(), key=total_of)
-        if scorer := self if self._work.scorings else self._critic:
-            by_phase["log-probs"] = self._during_update | max(scorer._scorings(), key=total_of)
+        scorers = [self if self._work.scorings else self._critic, *self._teachers]
+        scored = [parts for scorer in scorers if scorer for parts in scorer._scorings()]
+        if scored:
+            by_phase["log-probs"] = self._during_update | max(scored, key=total_of)
         return by_phase
 
     @cached_property
@@ -194,10 +198,11 @@ class Needs:
             model = self._model
             copies = model.elements + self._ordered + model.published_adapter
             parts["generator"] = float(self._width * copies)
-        if self._judges:
-            parts["reward models"] = sum(
-                judge._width * judge._frozen + judge._left_gathered for judge in self._judges
-            )
+        for name, models in {"reward models": self._judges, "teachers": self._teachers}.items():
+            if models:
+                parts[name] = sum(
+                    each._width * each._frozen + each._left_gathered for each in models
+                )
         return parts
 
     @property

@@ -53,6 +53,8 @@ class TrainingArrays(Generic[A]):
     """[T] log-prob under the distribution that the generator drew from."""
     ref_logprobs: Annotated[A | None, TokenColumn(np.float32)] = None
     """[T] with a KL term: log-prob under the frozen reference model."""
+    teacher_logprobs: Annotated[A | None, TokenColumn(np.float32)] = None
+    """[T] with teachers: log-prob under that of the row; NaN if it has none."""
     returns: Annotated[A | None, TokenColumn(np.float32)] = None
     """[T] with a critic: its target, the value of the state before the token."""
     old_values: Annotated[A | None, TokenColumn(np.float32)] = None

@@ -46,7 +46,7 @@ def local_inputs(
     The first pins ids of the hub to commits, and has the precision that suits rank 0's `device`. The second has paths instead of
     ids and URLs, and rank and layers of its first adapter. Only a run that `trains` copies training data and a critic.
 
-    With `only_small`, critic, reward models and data behind URLs are not copied. A data set of the hub shrinks to its first file,
+    With `only_small`, critic, reward models, teachers and data behind URLs are not copied. A data set of the hub shrinks to its first file,
     if small. A remote model becomes a fresh one with its config.json and tokenizer. Raises `MissingError` for missing files, and
     `BurnishError` if copying fails.
     """
@@ -130,8 +130,8 @@ def _copy_models(
 ) -> None:
     has_weights = trains or values["rollout"]["engine"] != "openai"
     for section, key, kind, setting in hub_entries(values):
-        is_beside = setting in ("critic.path", "reward.models")
-        is_unused = setting == "critic.path" and not trains
+        is_beside = setting in ("critic.path", "reward.models", "distill.teachers")
+        is_unused = setting in ("critic.path", "distill.teachers") and not trains
         stays = is_unused or (is_beside and only_small)
         if kind == "model" and not stays and is_elsewhere(section.get(key)):
             if setting == "reward.models":  # keep the name: the copy's directory has another one

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from burnish.checkpoint.steps import CommittedStep, small_files, step_number, verify_files
+from burnish.config.distillation import START
 from burnish.config.document import recorded
 from burnish.config.schema import FORMER_ALPHA, FORMER_LR, LoraConfig, ModelConfig, RunConfig
 from burnish.errors import MissingError, of_setting
@@ -150,6 +151,9 @@ def hub_entries(values: Mapping[str, Any]) -> Iterator[tuple[Any, Any, Kind, str
     yield values["critic"], "path", "model", "critic.path"
     for judge in values["reward"]["models"]:
         yield judge, "path", "model", "reward.models"
+    for teacher in values["distill"]["teachers"]:
+        if teacher["path"] != START:
+            yield teacher, "path", "model", "distill.teachers"
     for name in ("train", "validation"):
         for index in range(len(data[name])):
             yield data[name], index, "dataset", f"data.{name}"

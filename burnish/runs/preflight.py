@@ -71,6 +71,8 @@ def require_inputs(config: RunConfig, method: Method, run_dir: Path | None = Non
             do = f"{install(engine)}, or set rollout.engine=builtin"
             problems += _package(engine, f"rollout.engine: {engine}", _ENGINES[engine], do)
     if method.trains:
+        for path in config.distill.paths:
+            problems += _whole_model(path, "distill.teachers")
         problems += _trackers(config.tracking.trackers)
         if config.checkpoint.push_to_hub and place_of(os.environ).layout.is_main:
             problems += _caught(_hub(config.checkpoint.push_to_hub))
@@ -133,7 +135,7 @@ def small_file(place: str, name: str) -> bytes:
         raise MissingError(
             f"there is no file {path}",
             want=f"a file {path.name}; weights are not needed",
-            do="set model.path, model.lora.path and reward.models to directories with this file or to ids of the hub, or model.fresh to the file",
+            do="set model.path, model.lora.path, reward.models and distill.teachers to directories with this file or to ids of the hub, or model.fresh to the file",
         )
     return path.read_bytes()
 
@@ -268,9 +270,7 @@ def _data(path: str, setting: str) -> Iterator[BurnishError]:
 
 def _rewards(rewards: RewardConfig) -> Iterator[BurnishError]:
     for index, model in enumerate(rewards.models):
-        for members in ((_CONFIG,), _TOKENIZER_FILES):
-            if is_asked_here(model.path, "model"):
-                yield from _caught(_directory(model.path, f"reward.models[{index}].path", members))
+        yield from _whole_model(model.path, f"reward.models[{index}].path")
     for index, reward in enumerate(rewards.functions):
         setting = f"reward.functions[{index}].function"
         if reward.function == "math_verify":
@@ -280,6 +280,13 @@ def _rewards(rewards: RewardConfig) -> Iterator[BurnishError]:
         if ":" not in reward.function and reward.function not in REWARDS:
             yield no_function(reward.function, setting, REWARDS)
         yield from _code(reward.function, setting)
+
+
+def _whole_model(path: str, setting: str) -> Iterator[BurnishError]:
+    """Yield an error if a directory lacks a configuration or a tokenizer."""
+    for members in ((_CONFIG,), _TOKENIZER_FILES):
+        if is_asked_here(path, "model"):
+            yield from _caught(_directory(path, setting, members))
 
 
 def _code(name: str, setting: str) -> Iterator[BurnishError]:

@@ -122,7 +122,8 @@ class Foundation(TextFoundation):
         model = self.config.model
         started = [model.path, model.lora.path] if fresh else []
         frozen = [] if self.adapter is None else [model.path]
-        return [*(judge.path for judge in self.config.reward.models), *frozen, *started]
+        judges = (judge.path for judge in self.config.reward.models)
+        return [*judges, *self.config.distill.paths, *frozen, *started]
 
     def write_assets(self, directory: Path) -> None:
         """Write the files that make trained weights a Hugging Face model or PEFT adapter."""

@@ -157,7 +157,7 @@ def environment_rows(environment: EnvironmentConfig) -> Iterator[Row]:
 
 
 def formula_rows(
-    algorithm: AlgorithmConfig, critic: CriticConfig, reward: RewardConfig
+    algorithm: AlgorithmConfig, critic: CriticConfig, reward: RewardConfig, *, has_environment: bool
 ) -> Iterator[Row]:
     """Yield the formula, the critic and the reward."""
     kl = f", KL {algorithm.kl.coef} in the {algorithm.kl.place}" if algorithm.kl.coef else ""
@@ -172,7 +172,7 @@ def formula_rows(
     parts = [(each.weight, each.function) for each in reward.functions]
     parts += [(each.weight, each.path) for each in reward.models]
     named = " + ".join(f"{weight:g} × {name}" for weight, name in parts)
-    yield "reward", named or "the environment's"
+    yield "reward", named or ("the environment's" if has_environment else "none")
 
 
 def _learning_rate(optim: OptimConfig, default: float, kind: str) -> str:

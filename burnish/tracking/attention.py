@@ -162,6 +162,8 @@ def _no_variance(numbers: Numbers, settings: Settings) -> Iterator[Attention]:
     values = _values(numbers, metric)
     enabled = settings.get("algorithm.dynamic_sampling.enabled")
     means = {*_values(numbers, "reward/mean")}
+    if settings.get("distill.teachers"):  # which teach where rewards are equal too
+        return
     if len(values) >= _FEWEST and min(values) == 1.0 and len(means) == 1:
         text = f"every completion so far has the reward {means.pop():.3g}, so nothing is learned"
         yield _found(numbers, "constant_reward", metric, text, None, "look at the reward function")

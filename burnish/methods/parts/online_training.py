@@ -118,6 +118,8 @@ def train(method: RL, config: RunConfig, layout: Layout, device: torch.device) -
                     batches = credit.batches
                     if learning:
                         batches = update.with_logprobs(batches, step)
+                        if update.teachers is not None:
+                            batches = update.teachers.answered(batches, learned_from)
                 # The last look at signals in this step. An update that has begun is finished, because the weights in its middle
                 # belong to no step.
                 session.stopper.check_all()
@@ -162,7 +164,7 @@ def _models(
     epoch_steps: Fraction,
     advantage: Advantage | None,
 ) -> tuple[Run, PolicyUpdate, Judge | None, Sequence[Engine]]:
-    """Load the models. Return the run, its update, its reward models, and the engines of policy, critic and reference."""
+    """Load the models. Return the run, its update, its reward models, and the engines of policy, critic, reference and teachers."""
     config = foundation.config
     engine = make_run_engine(foundation, config.optim)
     learners: dict[str, Learner] = {MAIN: Learner(engine, foundation)}
@@ -184,5 +186,12 @@ def _models(
         initial = load_start(foundation, engine, session.intact)
         reference = partial(initial.forward, adapter=initial is not engine)
         engines += [initial] if initial is not engine else []
-    update = PolicyUpdate(engine, reference, critic, foundation.costs, config, advantage)
+    teachers = None
+    if config.distill.teachers:
+        from burnish.methods.parts.distillation import load_teachers
+
+        teachers = load_teachers(foundation, engine, session.intact)
+        engines += teachers.engines
+    costs = foundation.costs
+    update = PolicyUpdate(engine, reference, critic, costs, config, advantage, teachers)
     return run, update, judge, engines

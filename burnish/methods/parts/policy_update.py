@@ -69,6 +69,8 @@ class PolicyUpdate:
     config: RunConfig
     advantage: Advantage | None
     """The function that `algorithm.advantage` names; None if critic or tokens decide."""
+    teachers: Any = None
+    """A `burnish.methods.parts.distillation.Teachers`; None without distillation."""
 
     def minibatches(self, table: RolloutTable) -> list[Batch]:
         """Divide the groups evenly into the step's mini-batches. Collective.

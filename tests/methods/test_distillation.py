@@ -1,0 +1,235 @@
+"""Distillation on the student's own completions, against plain torch, on one process and several, interrupted; and what is refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from support.models.tokenizers import char_tokenizer
+from support.nightly import by_day
+from support.runs.preferences import near
+from support.runs.same_runs import assert_same
+from support.runs.training_files import (
+    FRESH,
+    RL,
+    At,
+    burnish,
+    done,
+    make_files,
+    metrics,
+    ranks,
+    rollouts,
+)
+from torch.nn.functional import log_softmax
+from transformers import AutoModelForCausalLM
+
+from burnish.config.distillation import DistillConfig
+from burnish.data.batching import make_batch
+from burnish.distributed.layout import Layout
+from burnish.methods.parts.distillation import Teachers
+from burnish.models.flops import ModelFlops
+from burnish.records import Batch, Example, TokenOutputs
+
+WEIGHT, STEPS = 0.5, 3
+RUN = ("rl", "distil.yaml")
+WIDER = {**FRESH, "hidden_size": 48, "num_hidden_layers": 1}
+LAYOUTS = {
+    "fsdp": [],
+    "tp": ["engine.tensor_parallel=2"],
+    "sp": ["engine.sequence_parallel=2"],
+    "hsdp": ["engine.replicas=2"],
+}
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A student that knows nothing, a teacher of another size that has learned sums, and a configuration."""
+    work = make_files(tmp_path_factory.mktemp("distil"))
+    start = done(work, "sft", "sft.yaml", "name=start", "steps=1", "optim.lr=0")
+    fresh = f"model.fresh={json.dumps(WIDER)}"
+    teacher = done(work, "sft", "sft.yaml", "name=teacher", "seed=7", "steps=8", fresh)
+    shutil.copytree(teacher / "checkpoints/step-00000008/model", work / "teacher")
+    settings: dict[str, Any] = {
+        **RL,
+        "steps": STEPS,
+        "model": {"path": f"{start}/checkpoints/step-00000001/model"},
+        "data": {"train": ["train.jsonl"], "shuffle": False},
+        "reward": {},
+        "evaluation": {"every": 0},
+        "checkpoint": {"model_dtype": "fp32"},
+        "distill": {"teachers": [{"path": "teacher"}], "weight": WEIGHT},
+    }
+    (work / "distil.yaml").write_text(json.dumps(settings))
+    return work
+
+
+@pytest.fixture(scope="module")
+def alone(work: Path) -> Path:
+    return done(work, *RUN, "name=alone")
+
+
+def trained_by_torch(work: Path, run: Path) -> tuple[dict[str, torch.Tensor], list[float]]:
+    """The weights and the mean reverse KL of each step, from the tokens that the run drew."""
+    start = work / "runs/start/checkpoints/step-00000001/model"
+    student, teacher = (
+        AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+        for path in (start, work / "teacher")
+    )
+    ids = char_tokenizer().get_vocab()
+    optimizer = torch.optim.AdamW(student.parameters(), lr=0.01, weight_decay=0.0)
+    kls = []
+    for step in range(STEPS):
+        drawn = []
+        for row in rollouts(run, step + 1):
+            before = [ids[letter] for letter in row["prompt"]]
+            after = torch.tensor([ids[text] for text in row["tokens"]["texts"]])
+            whole = torch.cat([torch.tensor(before), after])[None]
+            models = (student, teacher)
+            logprobs = [
+                log_softmax(model(whole).logits[0, len(before) - 1 : -1], dim=-1)
+                .gather(1, after[:, None])
+                .squeeze(1)
+                for model in models
+            ]
+            drawn.append(torch.stack(logprobs))
+        ours, theirs = torch.cat(drawn, dim=1)
+        apart = (ours - theirs).detach()
+        loss = (WEIGHT * apart * ours).mean()
+        loss.backward()  # type: ignore[no-untyped-call]
+        torch.nn.utils.clip_grad_norm_(student.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        kls.append(float(apart.mean()))
+    return dict(student.state_dict()), kls
+
+
+def load_model(run: Path, step: int = STEPS) -> dict[str, torch.Tensor]:
+    return load_file(run / "checkpoints" / f"step-{step:08d}" / "model/model.safetensors")
+
+
+def test_advantages_are_the_log_ratios_to_the_teacher(work: Path, alone: Path) -> None:
+    wanted, kls = trained_by_torch(work, alone)
+    found = [row["actor/reverse_kl"] for row in metrics(alone)]
+    np.testing.assert_allclose(found, kls, rtol=1e-4)
+    near(load_model(alone), wanted, 2e-5)
+    assert kls[-1] < kls[0]
+
+
+@pytest.mark.parametrize("layout", by_day(LAYOUTS, ["fsdp"]))
+def test_two_processes_distil_what_one_does(work: Path, alone: Path, layout: str) -> None:
+    assert_same(done(work, *RUN, f"name={layout}", *LAYOUTS[layout], world=2), alone)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_killed_run_goes_on_to_the_bit(work: Path, world: int) -> None:
+    argv = [*RUN, "checkpoint.save_every=1", "batch.minibatches=2", "rollout.ahead=1"]
+    whole = done(work, *argv, f"name=whole{world}", world=world)
+    at = At("burnish.methods.parts.online_training:counted", 4, signal.SIGKILL)
+    commands = ranks(work, [*argv, f"name=killed{world}"], world, at=at)
+    assert all(command.wait() != 0 for command in commands)
+    assert_same(done(work, *argv, f"name=killed{world}", world=world), whole)
+
+
+@pytest.mark.nightly
+def test_a_teacher_stands_beside_rewards(work: Path, alone: Path) -> None:
+    """With a reward that is equal for all, only the teacher teaches; one completion of a prompt is enough for it."""
+    same = "reward.functions=[{function: 'rewards.py:same'}]"
+    run = done(work, *RUN, "name=beside", same)
+    near(load_model(run), load_model(alone), 0.0)
+    letters = "reward.functions=[{function: 'rewards.py:letters'}]"
+    run = done(work, *RUN, "name=letters", letters)
+    assert any(
+        (load_model(run)[name] != tensor).any() for name, tensor in load_model(alone).items()
+    )
+    single = done(work, *RUN, "name=single", "steps=12", "rollout.n=1", "batch.prompts=16")
+    kls = [row["actor/reverse_kl"] for row in metrics(single)]
+    assert sum(kls[-3:]) < sum(kls[:3])
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("lora", [0, 4])
+def test_the_start_may_teach(work: Path, lora: int) -> None:
+    """Before the first update the student is its teacher. Rewards then lead away, and the teacher holds."""
+    argv = ["distill.teachers=[{path: initial}]", f"model.lora.rank={lora}"]
+    argv += ["reward.functions=[{function: 'rewards.py:letters'}]"]
+    argv += ["engine.offload_during_rollout=true"]
+    run = done(work, *RUN, f"name=start{lora}", *argv)
+    first, *later = [row["actor/reverse_kl"] for row in metrics(run)]
+    assert first == pytest.approx(0.0, abs=1e-7)
+    assert min(map(abs, later)) > 1e-5
+
+
+@pytest.mark.parametrize(
+    ("argv", "facts"),
+    [
+        (["distill.teachers=[{path: nowhere}]"], ["distill.teachers", "nowhere"]),
+        (["distill.teachers=[{path: other}]"], ["token 4 is '0'", "'A'", "2 of 100"]),
+        (["distill.teachers=[]"], ["reward.functions", "distill.teachers"]),
+        (["algorithm.dynamic_sampling.enabled=true"], ["dynamic_sampling"]),
+        (["distill.weight=0"], ["distill.weight"]),
+        (["distill.teachers=[{path: teacher}, {path: initial}]"], ["distill.teachers", "source"]),
+    ],
+)
+def test_mistakes_end_before_anything_is_written(
+    work: Path, argv: list[str], facts: list[str]
+) -> None:
+    other = work / "other"
+    if not other.exists():
+        shutil.copytree(work / "teacher", other)
+        file = other / "tokenizer.json"
+        swapped = {'"0": 4': '"A": 4', '"A": 40': '"0": 40'}
+        text = file.read_text()
+        for before, after in swapped.items():
+            assert before in text
+            text = text.replace(before, after)
+        file.write_text(text)
+    code, output = burnish(work, *RUN, "name=wrong", *argv, "--dry-run")
+    assert code in (2, 4, 5), output
+    said = output.partition("error: ")[2]
+    assert [fact for fact in facts if fact not in said] == [], output
+    assert "Traceback" not in output
+    assert not (work / "runs/wrong").exists()
+
+
+def test_each_row_has_the_teacher_of_its_source() -> None:
+    """Teachers see their own sequences alone, in as many micro-batches as there are."""
+    sources = ["a", "b", "a", "c", "b"]
+    examples = [
+        Example(np.arange(n + 1, n + 4 + n % 2), np.arange(3 + n % 2) > 1) for n in range(5)
+    ]
+    batch = make_batch(examples, Layout(), 8, ModelFlops(1.0, {}, 1.0))
+    assert len(batch.microbatches) > 1
+    seen: list[list[list[int]]] = [[], []]
+
+    def forward(teacher: int, batch: Batch) -> list[TokenOutputs]:
+        for micro in batch.microbatches:
+            parts = micro.input_ids.tensor_split(micro.cu_seqlens[1:-1].long())
+            seen[teacher] += [part.tolist() for part in parts]
+        return [TokenOutputs(100.0 * teacher + m.input_ids) for m in batch.microbatches]
+
+    config = DistillConfig.model_validate(
+        {"teachers": [{"path": "x", "source": "b"}, {"path": "y", "source": "a"}]}
+    )
+    forwards = [partial(forward, 0), partial(forward, 1)]
+    teachers = Teachers(config, torch.device("cpu"), forwards, [])
+    table: Any = SimpleNamespace(sources=sources, groups=np.arange(5))
+    (answered,) = teachers.answered([batch], table)
+    logprobs = [micro.given("teacher_logprobs").numpy() for micro in answered.microbatches]
+    found = answered.by_example(logprobs)
+    for number, example in enumerate(examples):
+        base = {"a": 100.0, "b": 0.0, "c": np.nan}[sources[number]]
+        np.testing.assert_array_equal(found[number], base + example.token_ids)
+    whole = [example.token_ids.tolist() for example in examples]
+    for teacher, numbers in enumerate([[1, 4], [0, 2]]):
+        own = [ids for ids in seen[teacher] if ids in whole]
+        assert sorted(own) == [whole[number] for number in numbers]
