@@ -29,6 +29,7 @@ from burnish.tracking.progress import Progress
 
 _LABELS = {"true": 1.0, "1": 1.0, "1.0": 1.0, "false": -1.0, "0": -1.0, "0.0": -1.0}
 """Labels of desirable and of other answers, by their text."""
+_SUBSET = "subset"
 _FARTHEST = 64
 """Most rows in which to look for another prompt."""
 
@@ -135,6 +136,11 @@ class PreferenceDataset(AnswerRows[tuple[Example, ...]]):
             for item, others in zip(items, others, strict=True)
         )
         return [tuple(chain.from_iterable(pairs)) for pairs in matched]
+
+    def subsets(self, indices: Sequence[int]) -> list[str]:
+        """Return what items' rows have in the column `subset`; "" for nothing."""
+        rows = (self.rows[index] for index in self._usable[list(indices)].tolist())
+        return [str(row.get(_SUBSET) or "") for row in rows]
 
     def _other(self, index: int) -> int:
         """Return the nearest row before this one that has another prompt."""

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class Evaluation(Method):
-    """Score completions of held-out prompts, or without a reward the loss of held-out examples.
+    """Score completions of held-out prompts, or without a reward the loss of held-out examples, of a reward model pairs of answers.
 
     Its configuration is usually that of a training run, so no setting counts as unread.
     """
@@ -65,7 +65,10 @@ class Evaluation(Method):
             yield "completions", samples
             yield from environment_rows(config.rollout.environment)
         else:
-            yield "measures", "loss per token of held-out examples (there are no reward.functions)"
+            yield (
+                "measures",
+                "loss per token of held-out examples (there are no reward.functions); of a reward model, pairs",
+            )
 
     def dataset(
         self,
@@ -78,11 +81,14 @@ class Evaluation(Method):
         pool: RewardPool | None = None,
     ) -> ItemSequence[Any]:
         """See `Method.dataset`."""
-        from burnish.runs.setup import Foundation, example_dataset, prompt_dataset
+        from burnish.methods.table import method_of_examples
+        from burnish.models.heads import has_value_head
+        from burnish.runs.setup import Foundation, prompt_dataset
 
         if not foundation.config.scores:
             assert isinstance(foundation, Foundation)
-            return example_dataset(foundation, paths, setting, first, progress)
+            method = method_of_examples(judges=has_value_head(foundation.hf_config))
+            return method.dataset(foundation, paths, setting, first=first, progress=progress)
         return prompt_dataset(foundation, paths, setting, first, pool, progress)
 
     def dry_runs(self, config: RunConfig) -> Iterator[Callable[[], object]]:

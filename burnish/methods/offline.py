@@ -138,6 +138,10 @@ class OfflineMethod(Method):
 
         return batch, Stats({})
 
+    def subsets(self, items: ItemSequence[Any], rows: Sequence[int]) -> list[str]:
+        """Return the subset of each held-out item, which is measured by itself too; "" for none."""
+        return [""] * len(rows)
+
     def measure(self, models: Models, batch: Batch) -> Stats:
         """Return this rank's part of the statistics of held-out examples. Collective."""
         from burnish.methods.parts.validation import negative_log_likelihood

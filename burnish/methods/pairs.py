@@ -13,6 +13,7 @@ from burnish.methods.offline import OfflineMethod
 
 if TYPE_CHECKING:
     from burnish.data.preferences import PreferenceDataset
+    from burnish.data.tasks import ItemSequence
     from burnish.methods.parts.offline_training import Models
     from burnish.plan.model import Workload
     from burnish.records import Batch
@@ -73,6 +74,12 @@ class PairMethod(OfflineMethod):
         return preference_dataset(
             foundation, paths, setting, settings, first, progress, is_judged=self.is_judged
         )
+
+    def subsets(self, items: ItemSequence[Any], rows: Sequence[int]) -> list[str]:
+        """See `OfflineMethod.subsets`: the column `subset`, as RewardBench has it."""
+        from burnish.data.preferences import PreferenceDataset
+
+        return items.subsets(rows) if isinstance(items, PreferenceDataset) else [""] * len(rows)
 
     def measure(self, models: Models, batch: Batch) -> Stats:
         """Return the loss and the statistics of held-out pairs. Collective."""

@@ -75,7 +75,11 @@ def set_up(
                 tokenizer = model_tokenizer(local.model, local.data.chat_template_name)
                 foundation = TextFoundation(local, tokenizer, Layout(), torch.device("cpu"))
             else:
-                foundation = laid = lay_foundation(local, given=config.model)
+                foundation = laid = lay_foundation(
+                    local,
+                    given=config.model,
+                    may_judge=not (method.trains or config.scores),
+                )
                 adapted = laid.adapted
                 with _collecting(errors):
                     _require_generator(laid, device)

@@ -183,13 +183,14 @@ def lay_foundation(
     *,
     given: ModelConfig | None = None,
     card: str = "",
+    may_judge: bool = False,
 ) -> Foundation:
     """Read configuration, tokenizer and weight headers. Raises if they do not fit each other.
 
-    `given` is `config.model` before copies replaced URLs and ids.
+    `given` is `config.model` before copies replaced URLs and ids. With `may_judge` it may be a reward model.
     """
     hf_config = read_model_config(config.model)
-    if has_value_head(hf_config):
+    if has_value_head(hf_config) and not may_judge:
         raise IncompatibleError(
             f"{config.model.path} has a value head and no vocabulary",
             have=", ".join(hf_config.architectures or ()),

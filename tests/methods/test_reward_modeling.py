@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from support.runs.training_files import (
     metrics,
     ranks,
     rollouts,
+    write_rows,
 )
 from torch.nn.functional import logsigmoid
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
@@ -100,6 +102,43 @@ def test_what_it_writes_judges_completions(work: Path, alone: Path) -> None:
     with torch.no_grad():
         wanted = [float(reward(model, tokenizer, r["prompt"] + r["completion"])) for r in drawn]
     np.testing.assert_allclose([r["reward"] for r in drawn], wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_a_reward_model_is_measured_by_subset(work: Path, alone: Path) -> None:
+    """Rows as RewardBench has them: `burnish eval` of the run, and of the model that it wrote."""
+    path = alone / f"checkpoints/step-{STEPS:08d}/model"
+    rows = [{**row, "subset": name} for row, name in zip(PAIRS, "aabbb" * 4, strict=False)]
+    write_rows(work / "bench.jsonl", rows)
+    model = AutoModelForSequenceClassification.from_pretrained(path, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    with torch.no_grad():
+        leads = {
+            name: [
+                float(
+                    reward(model, tokenizer, row["prompt"] + row["chosen"])
+                    - reward(model, tokenizer, row["prompt"] + row["rejected"])
+                )
+                for row in rows
+                if row["subset"] == name
+            ]
+            for name in "ab"
+        }
+    everything = [lead for own in leads.values() for lead in own]
+    for place in (str(alone), str(path)):
+        argv = ["eval", place, "data.validation=[bench.jsonl]", "engine.precision=fp32", "--json"]
+        code, output = burnish(work, *argv)
+        assert code == 0, output
+        found = json.loads(output[output.index("{") :])
+        for prefix, own in {"": everything, "a/": leads["a"], "b/": leads["b"]}.items():
+            accuracy = sum(lead > 0 for lead in own) / len(own)
+            assert found[f"val/{prefix}accuracy"] == pytest.approx(accuracy)
+            margin = sum(own) / len(own)
+            assert found[f"val/{prefix}margin"] == pytest.approx(margin, rel=1e-4, abs=1e-5)
+    code, output = burnish(work, "eval", str(path), "data.validation=[bench.jsonl]", "--dry-run")
+    assert code == 0, output
+    code, output = burnish(work, "eval", str(path), "data.validation=[train.jsonl]")
+    assert code in (2, 5), output
+    assert "Traceback" not in output
 
 
 def test_mistakes_end_before_anything_is_written(work: Path) -> None:

@@ -107,8 +107,10 @@ def train(method: OfflineMethod, config: RunConfig, layout: Layout, device: torc
                 from burnish.methods.parts.validation import held_out_examples
 
                 held_out = held_out_examples(method, foundation, session.progress)
-                examples = method.before_training(*held_out, foundation, session)
-                held_out = examples, held_out[1]
+                examples = method.before_training(
+                    held_out.items, held_out.rows, foundation, session
+                )
+                held_out = held_out._replace(items=examples)
             engine = make_run_engine(foundation, config.optim)
             fingerprints = Fingerprints.of(
                 foundation.tokenizer,

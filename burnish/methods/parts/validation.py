@@ -14,7 +14,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import compress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import xxhash
@@ -37,7 +37,8 @@ from burnish.methods.parts.generators import make_collector
 from burnish.methods.parts.judges import load_judge
 from burnish.methods.parts.offline_training import Models
 from burnish.methods.parts.rollouts import Collector, Judge, sampling
-from burnish.methods.sft import SFT
+from burnish.methods.table import method_of_examples
+from burnish.models.heads import has_value_head
 from burnish.records import Batch, Prompt
 from burnish.records.rollout_table import RolloutTable
 from burnish.records.seeds import derive_seed
@@ -167,8 +168,14 @@ def _numbers(
     }
 
 
-HeldOut = tuple[ItemSequence[Any], list[int]]
-"""Held-out examples, and which of them are measured."""
+class HeldOut(NamedTuple):
+    """Held-out examples."""
+
+    items: ItemSequence[Any]
+    rows: list[int]
+    """Those that are measured."""
+    subsets: list[str]
+    """Of each, the subset that is measured by itself too; "" for none."""
 
 
 def held_out_examples(method: OfflineMethod, foundation: Foundation, progress: Progress) -> HeldOut:
@@ -176,7 +183,8 @@ def held_out_examples(method: OfflineMethod, foundation: Foundation, progress: P
     config = foundation.config
     read = partial(method.dataset, foundation, progress=progress)
     dataset = validation_dataset(read, config.data)
-    return dataset, _measured_rows(dataset, config.evaluation.prompts)
+    rows = _measured_rows(dataset, config.evaluation.prompts)
+    return HeldOut(dataset, rows, method.subsets(dataset, rows))
 
 
 def example_validation(
@@ -189,16 +197,25 @@ def example_validation(
     foundation = models.foundation
     layout = models.policy.layout
     size = foundation.config.batch.examples
-    dataset, rows = held_out
+    subsets: defaultdict[str, list[int]] = defaultdict(list)
+    for row, subset in zip(held_out.rows, held_out.subsets, strict=True):
+        subsets[subset].append(row)
 
     def validate() -> tuple[dict[str, float], None]:
-        stats = Stats({})
-        for start in range(0, len(rows), size):
-            check()
-            batch = method.batch(dataset, rows[start : start + size], foundation, layout)
-            stats = stats.merge(method.measure(models, batch))
-        values = reduce_stats(stats, layout, foundation.device).values_by_name()
-        return {f"val/{name}": value for name, value in values.items()}, None
+        measured = Stats({})
+        by_subset: dict[str, float] = {}
+        for subset, own in sorted(subsets.items()):
+            stats = Stats({})
+            for start in range(0, len(own), size):
+                check()
+                here = own[start : start + size]
+                batch = method.batch(held_out.items, here, foundation, layout)
+                stats = stats.merge(method.measure(models, batch))
+            stats = reduce_stats(stats, layout, foundation.device)
+            measured = measured.merge(stats)
+            if subset:
+                by_subset |= stats.prefixed(f"val/{subset}/").values_by_name()
+        return {**measured.prefixed("val/").values_by_name(), **by_subset}, None
 
     return validate
 
@@ -234,7 +251,11 @@ def evaluate(
                 tokenizer = model_tokenizer(local.model, local.data.chat_template_name)
                 foundation = TextFoundation(local, tokenizer, layout, device)
             else:
-                foundation = _with_weights(lay_foundation(local, layout, device), step, progress)
+                foundation = _with_weights(
+                    lay_foundation(local, layout, device, may_judge=not local.scores),
+                    step,
+                    progress,
+                )
             measured, table = _measure(foundation, stopper, progress)
             if table is not None and local.tracking.rollouts_every:
                 number = 0 if step is None else step.step
@@ -326,7 +347,7 @@ def _measure(
     config = foundation.config
     with progress.phase("evaluate"):
         if isinstance(foundation, Foundation) and not config.scores:
-            method = SFT()
+            method = method_of_examples(judges=has_value_head(foundation.hf_config))
             examples = held_out_examples(method, foundation, progress)
             models = Models(foundation, _load(foundation))
             return example_validation(method, models, examples, stopper.check_all)()
