@@ -1,9 +1,10 @@
-"""Burnish post-trains language models: supervised fine-tuning and reinforcement learning.
+"""Burnish post-trains language models: supervised fine-tuning, preferences and reinforcement learning.
 
     import burnish
 
     result = burnish.sft(model="Qwen/Qwen3-0.6B", data="chats.jsonl", epochs=3)
     result = burnish.rl(model="Qwen/Qwen3-0.6B", data=rows, reward=correct, steps=100)
+    result = burnish.dpo(model="Qwen/Qwen3-0.6B", data=pairs)    # and burnish.rm, a reward model
     result.model                                  # a directory that transformers loads
     burnish.evaluate(result.directory, data={"validation": held_out})    # the numbers by name
     burnish.run("my.py:DPO", "dpo.yaml")          # a method of your own: a subclass of burnish.Method
@@ -14,7 +15,7 @@ imported on first use.
 
 from burnish.version import __version__
 
-_OF_API = ("Result", "evaluate", "load_config", "rl", "run", "sft")
+_OF_API = ("Result", "dpo", "evaluate", "load_config", "rl", "rm", "run", "sft")
 _OF_ENVIRONMENTS = (
     "Action",
     "EndedConversation",

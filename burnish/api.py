@@ -117,6 +117,23 @@ def sft(config: Config | None = None, **settings: Any) -> Result:
     return run(SFT.name, config, **settings)
 
 
+def dpo(config: Config | None = None, **settings: Any) -> Result:
+    """Learn from answers of which some were preferred. An interrupted run continues from its newest checkpoint.
+
+    The loss and its settings are those of the section `method`: `method={"loss": {"kto": 1.0}, "beta": 0.2}`.
+    """
+    from burnish.methods.dpo import DPO
+
+    return run(DPO.name, config, **settings)
+
+
+def rm(config: Config | None = None, **settings: Any) -> Result:
+    """Train a reward model on answers of which some were preferred. An interrupted run continues from its newest checkpoint."""
+    from burnish.methods.reward_modeling import RewardModeling
+
+    return run(RewardModeling.name, config, **settings)
+
+
 def rl(config: Config | None = None, reward: Rewards = None, **settings: Any) -> Result:
     """Learn from a reward. An interrupted run continues from its newest checkpoint.
 
@@ -128,7 +145,7 @@ def rl(config: Config | None = None, reward: Rewards = None, **settings: Any) ->
     return run(RL.name, config, **_with_reward(settings, reward))
 
 
-def run(method: str | type[Method], config: Config | None = None, **settings: Any) -> Result:
+def run(method: str | type[Method], /, config: Config | None = None, **settings: Any) -> Result:
     """Train with a method: a built-in one's name, `file.py:Class`, or your own subclass of `burnish.Method`."""
     chosen = load_method(method if isinstance(method, str) else name_of(method))
     if not chosen.trains:

@@ -189,6 +189,21 @@ def test_an_adapter_alone_is_not_evaluated(tmp_path: Path) -> None:
     assert "model.lora.path" in str(caught.value)
 
 
+def test_pairs_train_a_policy_and_a_reward_model(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun = []
+    monkeypatch.setattr(burnish.api, "run_method", lambda method, config: begun.append(method.name))
+    pairs = [{"prompt": "1+1=", "chosen": "2", "rejected": "3"}] * 4
+    settings = {key: value for key, value in SFT.items() if key != "data"}
+    for function in (burnish.dpo, burnish.rm):
+        result = function(settings, data=pairs, steps=1, name=function.__name__)
+        assert result.directory == place / "runs" / function.__name__
+    assert begun == ["dpo", "rm"]
+    with pytest.raises(UsageError, match="betta"):
+        burnish.dpo(settings, data=pairs, method={"betta": 0.2})
+
+
 def test_sft_then_evaluation_of_its_model(place: Path) -> None:
     result = burnish.sft(SFT, name="api", steps=2, evaluation={"every": 0})
     assert result.directory == place / "runs" / "api"

@@ -136,7 +136,6 @@ CYCLES = [
         "burnish.methods.offline",
         "burnish.methods.parts.offline_training",
         "burnish.methods.parts.validation",
-        "burnish.methods.sft",
     },
     {"burnish.methods.parts.online_training", "burnish.methods.rl"},
     {"burnish.methods.parts.generators", "burnish.methods.parts.serve"},

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from burnish.data.tasks import ItemSequence
     from burnish.distributed.layout import Layout
+    from burnish.methods.offline import OfflineMethod
     from burnish.rewards.pool import RewardPool
     from burnish.runs.setup import TextFoundation
     from burnish.tracking.progress import Progress
@@ -81,7 +82,6 @@ class Evaluation(Method):
         pool: RewardPool | None = None,
     ) -> ItemSequence[Any]:
         """See `Method.dataset`."""
-        from burnish.methods.table import method_of_examples
         from burnish.models.heads import has_value_head
         from burnish.runs.setup import Foundation, prompt_dataset
 
@@ -101,4 +101,12 @@ class Evaluation(Method):
         """See `Method.run`."""
         from burnish.methods.parts.validation import evaluate
 
-        return evaluate(config, layout, device, run_dir)
+        return evaluate(config, layout, device, run_dir, method_of_examples)
+
+
+def method_of_examples(*, judges: bool) -> OfflineMethod:
+    """Return the method that measures held-out examples: of a model that `judges`, or of a language model."""
+    from burnish.methods.reward_modeling import RewardModeling
+    from burnish.methods.sft import SFT
+
+    return RewardModeling() if judges else SFT()

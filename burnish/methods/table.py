@@ -5,15 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import cache
-from typing import TYPE_CHECKING
 
 from burnish import extend
 from burnish.config.schema import RunConfig
 from burnish.errors import UsageError, refusing
 from burnish.method import Method
-
-if TYPE_CHECKING:
-    from burnish.methods.offline import OfflineMethod
 
 _NAMES = ("sft", "dpo", "rm", "rl", "eval")
 
@@ -59,14 +55,6 @@ class _BuiltinMethods(Mapping[str, Method]):
 
 METHODS: Mapping[str, Method] = _BuiltinMethods()
 """The built-in methods by name, in the order of the documents."""
-
-
-def method_of_examples(*, judges: bool) -> OfflineMethod:
-    """Return the method that measures held-out examples: of a model that `judges`, or of a language model."""
-    from burnish.methods.reward_modeling import RewardModeling
-    from burnish.methods.sft import SFT
-
-    return RewardModeling() if judges else SFT()
 
 
 def load_method(name: str) -> Method:

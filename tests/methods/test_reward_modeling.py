@@ -104,6 +104,7 @@ def test_what_it_writes_judges_completions(work: Path, alone: Path) -> None:
     np.testing.assert_allclose([r["reward"] for r in drawn], wanted, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.nightly
 def test_a_reward_model_is_measured_by_subset(work: Path, alone: Path) -> None:
     """Rows as RewardBench has them: `burnish eval` of the run, and of the model that it wrote."""
     path = alone / f"checkpoints/step-{STEPS:08d}/model"

@@ -14,7 +14,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import compress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import xxhash
@@ -37,7 +37,6 @@ from burnish.methods.parts.generators import make_collector
 from burnish.methods.parts.judges import load_judge
 from burnish.methods.parts.offline_training import Models
 from burnish.methods.parts.rollouts import Collector, Judge, sampling
-from burnish.methods.table import method_of_examples
 from burnish.models.heads import has_value_head
 from burnish.records import Batch, Prompt
 from burnish.records.rollout_table import RolloutTable
@@ -230,12 +229,24 @@ def negative_log_likelihood(engine: Engine, batch: Batch) -> Stats:
     return stats
 
 
+class MethodOfExamples(Protocol):
+    """Choose the method that measures held-out examples, for a reward model or a language model."""
+
+    def __call__(self, *, judges: bool) -> OfflineMethod:
+        """Return it."""
+
+
 def evaluate(
-    config: RunConfig, layout: Layout, device: torch.device, run_dir: Path | None
+    config: RunConfig,
+    layout: Layout,
+    device: torch.device,
+    run_dir: Path | None,
+    of_examples: MethodOfExamples,
 ) -> dict[str, float]:
     """Validate a model, that of the newest step of `run_dir` if given. Collective.
 
-    With reward functions, held-out data are prompts, else examples. Writes completions below the run's directory.
+    With reward functions, held-out data are prompts, else examples, which `of_examples` measures. Writes completions below the run's
+    directory.
     """
     root = run_dir or config.directory
     step = None
@@ -256,7 +267,7 @@ def evaluate(
                     step,
                     progress,
                 )
-            measured, table = _measure(foundation, stopper, progress)
+            measured, table = _measure(foundation, stopper, progress, of_examples)
             if table is not None and local.tracking.rollouts_every:
                 number = 0 if step is None else step.step
                 _write_evaluation(root, dump_yaml(config), foundation, number, measured, table)
@@ -342,12 +353,12 @@ def _load(foundation: Foundation) -> Engine:
 
 
 def _measure(
-    foundation: TextFoundation, stopper: Stopper, progress: Progress
+    foundation: TextFoundation, stopper: Stopper, progress: Progress, of_examples: MethodOfExamples
 ) -> tuple[dict[str, float], RolloutTable | None]:
     config = foundation.config
     with progress.phase("evaluate"):
         if isinstance(foundation, Foundation) and not config.scores:
-            method = method_of_examples(judges=has_value_head(foundation.hf_config))
+            method = of_examples(judges=has_value_head(foundation.hf_config))
             examples = held_out_examples(method, foundation, progress)
             models = Models(foundation, _load(foundation))
             return example_validation(method, models, examples, stopper.check_all)()
