@@ -219,6 +219,7 @@ def settings_of(name: str, **rollout: Any) -> RunConfig:
     return RunConfig.model_validate({**common, **quiet, "rollout": given})
 
 
+@pytest.mark.nightly
 def test_a_run_stops_before_it_trains_on_what_a_stale_head_draws(
     work: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

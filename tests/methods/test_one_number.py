@@ -10,7 +10,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support.checkpoints.states import committed
-from support.nightly import by_day
 from support.runs.training_files import done, make_files, metrics, ranks
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -57,10 +56,8 @@ def given(case: str, precision: str, model: Path | str) -> list[str]:
     return [*own, *SETTINGS[case]]
 
 
-@pytest.mark.parametrize(
-    ("case", "precision", "world"),
-    by_day(CASES, {("sft", "bf16", 1)}),
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize(("case", "precision", "world"), CASES)
 def test_run_eval_and_written_model_give_the_same_bits(
     ties: Path, case: str, precision: str, world: int
 ) -> None:

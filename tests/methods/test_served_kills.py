@@ -224,7 +224,8 @@ def test_killed_at_random_moments(work: Path, case: str) -> None:
     assert made.children_killed or ("child", signal.SIGKILL) not in kinds(case)
 
 
-@pytest.mark.parametrize("place", [pytest.param("child", marks=pytest.mark.nightly), "inside"])
+@pytest.mark.nightly
+@pytest.mark.parametrize("place", ["child", "inside"])
 def test_a_signal_in_an_update_saves_what_the_next_step_needs(work: Path, place: str) -> None:
     (work / "slow.py").write_text(SLOW)
     settings = {

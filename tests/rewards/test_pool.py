@@ -376,6 +376,7 @@ def test_a_pattern_that_backtracks_for_ever_meets_its_deadline(make_pool, texts)
     assert matches.reward == 1
 
 
+@pytest.mark.nightly
 def test_a_function_that_hangs_on_everything_is_given_up(make_pool, texts, monkeypatch) -> None:
     monkeypatch.setattr("burnish.rewards.pool._MAX_TIMEOUTS", 2)
     pool = make_pool("temper", "score", timeout_seconds=1.0, workers=2, on_error=-1.0)
@@ -527,6 +528,7 @@ def test_a_program_with_a_session_of_its_own_ends_with_the_worker(
     until_gone(int(pid_file.read_text()))
 
 
+@pytest.mark.nightly
 def test_a_function_that_hangs_on_all_samples_of_a_prompt_is_not_given_up(
     make_pool, texts, monkeypatch
 ) -> None:
