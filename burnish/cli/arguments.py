@@ -91,7 +91,8 @@ _COMMANDS = {
         "chat:chat",
         "MODEL|RUN key=value --temperature --max-tokens --system --compare --save",
         "Talk to a model in the terminal. It answers each line that you type. It samples as its generation_config.json recommends, "
-        "else it takes the most probable tokens. /help lists the commands.",
+        "else it takes the most probable tokens. It calls the tools of its run's environment, or of environment=FILE:CLASS. /help lists the "
+        "commands.",
     ),
     "runs": (
         "runs:runs",

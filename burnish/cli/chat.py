@@ -10,7 +10,7 @@ import secrets
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from time import monotonic
@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from burnish.api import config_at
 from burnish.checkpoint.steps import CommittedStep, step_number
 from burnish.cli.output import print_text
+from burnish.config.environment import EnvironmentConfig
 from burnish.config.load import COMMAND_LINE, load_with_origins
 from burnish.config.schema import DataConfig, RewardConfig, RolloutConfig, RunConfig, SamplingConfig
 from burnish.errors import BurnishError, MissingError, UsageError, count_text, refusing
@@ -31,7 +32,8 @@ from burnish.runs.summary import parameter_count, sampling_text
 if TYPE_CHECKING:
     import torch
 
-    from burnish.cli.chat_model import ChatModel
+    from burnish.cli.chat_environment import ChatEnvironment
+    from burnish.cli.chat_model import ChatModel, Reply
     from burnish.data.messages import Message
     from burnish.distributed.layout import Layout
 
@@ -45,6 +47,7 @@ _USED = {
     "rollout.stop",
     "rollout.stop_token_ids",
 }
+_ENVIRONMENT = "rollout.environment"
 """Settings that decide how a conversation goes, besides those of `model`."""
 _OPTIONS = {
     "temperature": "rollout.temperature",
@@ -89,6 +92,8 @@ class ChosenModel:
     name: str
     config: RunConfig
     step: CommittedStep | None
+    environment: EnvironmentConfig
+    """What it talks with beside the person."""
 
 
 def chat(args: Namespace) -> None:
@@ -120,12 +125,32 @@ def chat(args: Namespace) -> None:
     def talk(layout: Layout, device: torch.device) -> None:
         from burnish.cli.chat_model import ChatModel
 
-        models = {c.name: ChatModel(c, layout, device) for c in choices}
-        _Dialogue(models, settings.rollout, settings.seed, settings.data.system_prompt, file).hold()
+        with _environment(choices[0].environment) as environment:
+            models = {c.name: ChatModel(c, layout, device) for c in choices}
+            if environment is not None:
+                for name, model in models.items():
+                    environment.add(name, model.bridge(environment.tools))
+            how = (settings.rollout, settings.seed, settings.data.system_prompt, file, environment)
+            _Dialogue(models, *how).hold()
 
     from burnish.distributed.processes import launch
 
     launch(talk, settings.distributed.model_copy(update={"stall_seconds": 0.0}))
+
+
+@contextmanager
+def _environment(config: EnvironmentConfig) -> Iterator[ChatEnvironment | None]:
+    """Open what models talk with beside the person, if anything."""
+    if config.target is None:
+        yield None
+        return
+    from burnish.cli.chat_environment import ChatEnvironment
+
+    with closing(ChatEnvironment(config)) as environment:
+        tools = f", tools {environment.tool_names}" if environment.tools else ""
+        named = ", ".join(map(str, config.named.values()))
+        _note(f"with {named}{tools}; environment=null leaves it out")
+        yield environment
 
 
 def _choice(place: str | None, overrides: Sequence[str]) -> ChosenModel:
@@ -134,10 +159,11 @@ def _choice(place: str | None, overrides: Sequence[str]) -> ChosenModel:
     named = [f"model.path={json.dumps(place)}"] if place and file is None else []
     config, origins = load_with_origins(file, [*named, *overrides])
     given = [name for name, origin in origins.items() if COMMAND_LINE in origin]
-    if idle := [name for name in given if name not in _USED and not name.startswith("model.")]:
+    whole = ("model.", _ENVIRONMENT)
+    if idle := [name for name in given if name not in _USED and not name.startswith(whole)]:
         raise UsageError(
             f"{', '.join(idle)}: burnish chat does not use {'this setting' if len(idle) == 1 else 'these settings'}",
-            want=f"a setting of model, or {', '.join(sorted(_USED))}",
+            want=f"a setting of model or {_ENVIRONMENT}, or {', '.join(sorted(_USED))}",
             do="leave it out; --temperature X sets how answers are drawn",
         )
     if not (config.model.path or config.model.fresh):
@@ -159,6 +185,10 @@ def _choice(place: str | None, overrides: Sequence[str]) -> ChosenModel:
         name = f"{name} step {step.step}"
     rollout = {each: getattr(config.rollout, each) for each in ("stop", "stop_token_ids")}
     rollout |= {"max_response_length": _MOST_TOKENS, **recommended(model.path)}
+    environment = config.rollout.environment
+    if environment.has_agents:
+        _note("the run's agent is not asked: you speak in its place")
+        environment = EnvironmentConfig()
     drawn = ["max_response_length", *SamplingConfig.model_fields]
     rollout |= {each: getattr(config.rollout, each) for each in drawn if f"rollout.{each}" in given}
     changed: dict[str, Any] = {
@@ -168,7 +198,7 @@ def _choice(place: str | None, overrides: Sequence[str]) -> ChosenModel:
         "rollout": RolloutConfig(**rollout),
         "seed": config.seed if "seed" in given else secrets.randbits(63),
     }
-    return ChosenModel(name, config.model_copy(update=changed), step)
+    return ChosenModel(name, config.model_copy(update=changed), step, environment)
 
 
 def recommended(place: str | None) -> dict[str, Any]:
@@ -219,6 +249,7 @@ class _Dialogue:
     system: str | None
     file: Path | None
     """Where conversations are saved, if anywhere."""
+    environment: ChatEnvironment | None = None
     turn: int = 0
     messages: dict[str, list[Message]] = field(default_factory=dict)
     """The conversation with each model."""
@@ -250,6 +281,8 @@ class _Dialogue:
     def _begin(self) -> None:
         opening = [] if self.system is None else [{"role": "system", "content": self.system}]
         self.messages = {name: [*opening] for name in self.models}
+        if self.environment is not None:
+            self.environment.begin_anew()
         self.start = self.file.stat().st_size if self.file is not None else 0
 
     def _follow(self, command: str, rest: str) -> bool:
@@ -300,9 +333,13 @@ class _Dialogue:
             name: [*said, {"role": "user", "content": text}] for name, said in self.messages.items()
         }
         self.turn += 1
-        answers = self._side_by_side(asked) if self._has_columns() else self._in_turn(asked)
-        for name, said in answers.items():
-            asked[name].append({"role": "assistant", "content": said})
+        if self.environment is not None:
+            for name, messages in asked.items():
+                self._take_turns(self.environment, name, messages)
+        else:
+            answers = self._side_by_side(asked) if self._has_columns() else self._in_turn(asked)
+            for name, said in answers.items():
+                asked[name].append({"role": "assistant", "content": said})
         self.messages = asked
         self._save()
 
@@ -310,6 +347,39 @@ class _Dialogue:
         from rich.console import Console
 
         return len(self.models) > 1 and self.is_live and Console().width >= _COLUMNS_FROM
+
+    def _take_turns(self, environment: ChatEnvironment, name: str, messages: list[Message]) -> None:
+        """Let a model and the environment take turns, and print them."""
+        said = ""
+        model = self.models[name]
+        if len(self.models) > 1:
+            print_text(f"[{name}]")
+
+        def show(text: str) -> None:
+            nonlocal said
+            print_text(text.removeprefix(said), end="")
+            said = text
+
+        def draw(ids: Sequence[int], within: int) -> Reply:
+            nonlocal said
+            said = ""
+            began = monotonic()
+            reply = model.go_on(ids, self.rollout, self.seed, self.turn, show, within=within)
+            show(reply.text)
+            print_text("")
+            if remark := self._remark(reply, began):
+                _note(remark)
+            return reply
+
+        try:
+            environment.answer(name, messages, (self.seed, self.turn), draw, _note)
+        except KeyboardInterrupt:
+            if not self.is_live:
+                raise
+            environment.begin_anew()
+            if messages[-1]["role"] != "assistant":
+                messages.append({"role": "assistant", "content": said})
+            _note("\n(stopped; the environment begins anew)")
 
     def _in_turn(self, asked: Mapping[str, list[Message]]) -> dict[str, str]:
         """Print each model's answer while it grows."""
@@ -369,16 +439,22 @@ class _Dialogue:
                 raise
             return "(stopped)"
         show(answer.text)
+        return self._remark(answer, began)
+
+    def _remark(self, answer: Reply, began: float) -> str:
+        """Return what a person who watches may want to know of an answer."""
+        count = len(answer.ids)
         cut = "; cut off, /max-tokens N allows more" if answer.is_cut else ""
-        speed = f", {answer.tokens / (monotonic() - began):.1f} a second" if self.is_live else ""
-        return f"({count_text(answer.tokens, 'token')}{speed}{cut})" if speed or cut else ""
+        speed = f", {count / (monotonic() - began):.1f} a second" if self.is_live else ""
+        return f"({count_text(count, 'token')}{speed}{cut})" if speed or cut else ""
 
     def _save(self) -> None:
         """Write this conversation in place of its beginning."""
         rows = [said for said in self.messages.values() if said and said[-1]["role"] == "assistant"]
         if self.file is None or not rows:
             return
-        lines = [json.dumps({"messages": said}, ensure_ascii=False) for said in rows]
+        tools = {} if self.environment is None else self.environment.columns
+        lines = [json.dumps({"messages": said, **tools}, ensure_ascii=False) for said in rows]
         with self.file.open("r+b") as file:
             file.truncate(self.start)
             file.seek(self.start)

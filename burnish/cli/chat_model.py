@@ -12,8 +12,9 @@ import torch
 from burnish.checkpoint.load import CheckpointSource
 from burnish.config.schema import RolloutConfig
 from burnish.data.chat import ChatEncoder
-from burnish.data.messages import Message
+from burnish.data.messages import Message, Tools
 from burnish.data.tokenizer import completion_decoder
+from burnish.data.turn_bridge import TurnBridge
 from burnish.distributed.layout import Layout
 from burnish.engines.base import compute_dtype
 from burnish.errors import UsageError
@@ -38,7 +39,8 @@ class Reply:
     """What a model said."""
 
     text: str
-    tokens: int
+    ids: list[int]
+    """Its tokens."""
     is_cut: bool
     """Whether it reached the limit of tokens."""
 
@@ -56,7 +58,9 @@ class ChatModel:
         if step is not None:
             foundation = replace(foundation, source=CheckpointSource(step, layout))
         self._tokenizer = foundation.tokenizer
+        self._data = local.data
         self._encoder = ChatEncoder(foundation.tokenizer, local.data)
+        self._stops = (*foundation.eos_token_ids, *local.rollout.stop_token_ids)
         self._decode = completion_decoder(
             foundation.tokenizer, local.rollout.stop, foundation.eos_token_ids
         )
@@ -95,6 +99,23 @@ class ChatModel:
         else:
             text = "".join(str(each["content"]) for each in messages)
         [ids] = self._encoder.ids([text], special=not self.has_template)
+        return self.go_on(ids, how, seed, turn, show)
+
+    def bridge(self, tools: Tools) -> TurnBridge:
+        """Return what turns messages into ids for conversations with tools. Raises `UsageError` for a template without a place for them."""
+        return TurnBridge(self._tokenizer, self._data, tools, self._stops)
+
+    def go_on(
+        self,
+        ids: Sequence[int],
+        how: RolloutConfig,
+        seed: int,
+        turn: int,
+        show: Callable[[str], None],
+        *,
+        within: int = 0,
+    ) -> Reply:
+        """Continue token ids. `within` counts the answers of a turn. Raises `UsageError` if there is no room."""
         drawn = sampling(how, how, seed, turn)
         if self._positions is not None:
             room = self._positions - len(ids)
@@ -116,7 +137,7 @@ class ChatModel:
                 shown = said
                 show(said)
 
-        request = Request(turn, np.array(ids), 1)
+        request = Request(turn, np.array(ids), 1, turn=within)
         [[completion]] = self._generator.generate([request], drawn, watch)
         tokens = completion.token_ids.tolist()
-        return Reply(self._decode(tokens), len(tokens), completion.stop_reason == "length")
+        return Reply(self._decode(tokens), tokens, completion.stop_reason == "length")

@@ -12,6 +12,14 @@ Key = tuple[int, int]
 """A conversation: its prompt's key and its sample."""
 
 
+class TypedRow(dict[str, Any]):
+    """A row of what a person typed. Columns that it lacks are empty texts."""
+
+    def __missing__(self, column: str) -> str:
+        """Return the value of a column that is not there."""
+        return ""
+
+
 class Ask(NamedTuple):
     """What an agent asks of the model over HTTP: token ids, or messages and tools."""
 

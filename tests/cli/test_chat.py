@@ -7,6 +7,7 @@ import json
 import os
 import pty
 import select
+import signal
 import subprocess
 import sys
 import time
@@ -223,6 +224,66 @@ def test_no_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     capsys.readouterr()
     assert main(["chat"]) == main(["chat", "--temperature", "0"]) == 2
     assert "configuration" not in capsys.readouterr().err
+
+
+ENVIRONMENT = """\
+import burnish
+
+class Twice(burnish.Environment):
+    "Asks once more after each answer."
+
+    def begin(self, row, seed):
+        self.answers = 0
+        return ()
+
+    def step(self, action):
+        self.answers += 1
+        again = [{"role": "user", "content": "4?"}]
+        return burnish.Observation(again, rewards=0.5, done=self.answers % 2 == 0)
+"""
+
+
+@pytest.mark.nightly
+def test_an_environment_takes_part(work: Path, tmp_path: Path, talk: Talk) -> None:
+    Path("twice.py").write_text(ENVIRONMENT)
+    model = Path("runs/run/checkpoints/step-00000002/model")
+    file = tmp_path / "chats.jsonl"
+    given = ("environment=twice.py:Twice", FP32, "--max-tokens", 3)
+    code, out, err = talk("1+1=\n/reset\n3+3=\n", model, "--save", file, *given)
+    asked = (["1+1=", "4?"], ["3+3=", "4?"])
+    assert (code, out) == (0, answers(model, *asked))
+    assert err.count("user: 4?") == 4
+    assert [[*texts[::2]] for texts in _texts(file)] == [*asked]
+    two = talk("1+1=\n", model, "--compare", model.parents[1] / "step-00000001", *given)[1]
+    assert two.splitlines()[1:3] == out.splitlines()[:2]
+    assert len(two.splitlines()) == 6
+    done(work, "rl", "rl.yaml", "steps=1", "name=played", "environment=twice.py:Twice", "evaluation.every=0", "reward.functions=[]",
+         "data.string_prompts=user", "model.fresh.max_position_embeddings=192", "batch.tokens_per_device=384")  # fmt: skip
+    assert "user: 4?" in talk("1+1=\n", "runs/played", FP32)[2]
+    assert "4?" not in talk("1+1=\n", "runs/played", FP32, "environment=null")[2]
+    assert talk("1+1=\n", model, "environment=nowhere.py:Twice")[0] == 2
+    assert talk("1+1=\n", model, "environment=twice.py:Thrice")[0] == 2
+
+
+@pytest.mark.nightly
+def test_an_environment_in_a_terminal(work: Path) -> None:
+    """Ctrl-C stops an answer, and the environment begins anew."""
+    Path("slow.py").write_text(ENVIRONMENT.replace("self.answers += 1", "__import__('time').sleep(9)"))  # fmt: skip
+    argv = [sys.executable, "-m", "burnish", "chat", "runs/run", "environment=slow.py:Twice"]
+    master, slave = pty.openpty()
+    child = subprocess.Popen(
+        [*argv, "--max-tokens", "4"], stdin=slave, stdout=slave, stderr=slave, process_group=0
+    )
+    os.close(slave)
+    read_until(master, "> ")
+    for _ in range(2):
+        os.write(master, b"1+1=\n")
+        read_until(master, "a second")
+        os.kill(child.pid, signal.SIGINT)
+        read_until(master, "anew", "> ")
+    os.write(master, b"/exit\n")
+    assert child.wait(PATIENCE_SECONDS) == 0
+    os.close(master)
 
 
 @pytest.mark.nightly

@@ -41,6 +41,23 @@ class Calculator(burnish.Environment):
     tools = (multiply, explode)
 
 
+class Quick(Calculator):
+    """The same tools with schemas of their own, for which its process does not import transformers."""
+
+    @classmethod
+    def schemas(cls):
+        """Describe the tools."""
+        parameters = {"type": "object", "properties": {}}
+        described = [(tool.__name__, tool.__doc__) for tool in cls.tools]
+        return [
+            {
+                "type": "function",
+                "function": {"name": name, "description": text, "parameters": parameters},
+            }
+            for name, text in described
+        ]
+
+
 class Rewarding(Calculator):
     """Rewards each turn, and the end."""
 
