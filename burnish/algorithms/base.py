@@ -45,7 +45,7 @@ class ScoredRollouts:
     groups: npt.NDArray[np.int64]
     """[N]. Rollouts of one prompt have equal numbers."""
     lengths: npt.NDArray[np.int64]
-    """[N] tokens of each completion; 0 is possible."""
+    """[N] tokens of each completion, or of all branches of a conversation; 0 is possible."""
     penalties_of_all: Callable[[], Sequence[Floats]] | None = None
     """Exchanges `penalties` among all ranks. Collective. None without KL in the reward."""
     parts: Mapping[str, Array] = field(default_factory=dict)

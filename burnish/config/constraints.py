@@ -47,6 +47,7 @@ _TABLES: Mapping[str, Table[Any]] = {
 """The settings that name extensions."""
 _NOT_SELECTIVE = "engine.activation_checkpointing=none|full"
 _UNGROUPED = "algorithm.advantage=reinforce_plus_plus|remax|gae|FILE:NAME"
+_WHOLE = "rollout.environment.history=exact|appended"
 _TORCH = "engine.kind=torch|FILE:NAME"
 _MEGATRON = "engine.kind=megatron|FILE:NAME"
 """What another engine lacks is not known here, so it is not refused."""
@@ -158,6 +159,7 @@ _OF_RL: Sequence[_Constraint] = (
     ("algorithm.mismatch_level", "algorithm.mismatch_cap", ""),
     ("algorithm.mismatch_low", "algorithm.mismatch_reject", "they bound what it keeps"),
     ("algorithm.mismatch_high", "algorithm.mismatch_reject", "they bound what it keeps"),
+    ("algorithm.advantage=gae|reinforce_plus_plus", _WHOLE, "turns may be sequences of their own"),
     ("critic", "algorithm.advantage=gae", "no other advantage uses a critic"),
     (
         "rollout.engine=sglang",

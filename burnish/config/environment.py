@@ -45,8 +45,8 @@ class EnvironmentConfig(Section):
     """Maximum length of the environment's answer, in tokens. A longer one ends the conversation."""
     max_unreadable_turns: int = Field(2, ge=0)
     """How many turns in a row may have a call that cannot be read. The model is told why. One more ends the conversation."""
-    history: Literal["exact", "appended"] = "exact"
-    """How a conversation grows. exact: refuse a chat template that writes earlier turns otherwise than the model said them, such as without thoughts. appended: keep every turn as it was said."""
+    history: Literal["exact", "appended", "rendered"] = "exact"
+    """How a conversation grows. exact: refuse a chat template that writes earlier turns otherwise than the model said them, such as without thoughts. appended: keep every turn as it was said. rendered: render the conversation anew before each turn, as the template is used elsewhere. A turn whose rendering does not go on from the last one trains as a sequence of its own."""
     pace: Literal["waves", "free"] = "waves"
     """waves: all conversations take a turn, then all environments answer, and a run in fp32 repeats to the bit. free: a conversation goes on while others decode, which is faster where turns differ in length, and repeats up to rounding. Only the built-in generator in the training process."""
     timeout_seconds: MayChange[float] = Field(30.0, gt=0)

@@ -63,7 +63,8 @@ def parse_turn(
     Forms without quotes write 17 and "17" alike. Then the schemas of `tools` say which of them is meant.
     """
     thoughts, _, rest = text.rpartition("</think>")
-    thoughts = thoughts.partition("<think>")[2] or thoughts
+    before, opened, after = thoughts.partition("<think>")
+    thoughts = after if opened else before
     if form is None:
         return ParsedTurn(rest.strip(), thoughts.strip(), [], None)
     first = re.search(form.begin, rest)
@@ -371,7 +372,8 @@ def _elements(text: str) -> Iterator[Called]:
         for field in _between(rest, f'<{space}{part} name="', f"</{space}{part}>"):
             head, _, value = field.partition(">")
             key, _, more = head.partition('"')
-            arguments[key] = value if 'string="true"' in more else _Unquoted(value)
+            text = value.removeprefix("<![CDATA[").removesuffix("]]>")
+            arguments[key] = text if 'string="true"' in more else _Unquoted(text)
         yield name, arguments
 
 
@@ -385,7 +387,10 @@ def _functions(text: str) -> Iterator[Called]:
 def _python(text: str) -> Iterator[Called]:
     """`<|tool_call_start|>[NAME(key='value')]<|tool_call_end|>` (LFM2)."""
     for body in _between(text, "<|tool_call_start|>", "<|tool_call_end|>"):
-        listed = ast.parse(body.strip(), mode="eval").body
+        try:
+            listed = ast.parse(body.strip(), mode="eval").body
+        except SyntaxError:  # the template writes texts with line breaks as they are
+            listed = ast.parse(body.strip().replace("\n", "\\n"), mode="eval").body
         for call in listed.elts if isinstance(listed, ast.List) else [listed]:
             if not isinstance(call, ast.Call) or call.args:
                 raise ValueError("NAME(key=value) is expected")
@@ -483,7 +488,7 @@ FORMS = (
     ToolForm("Python", re.escape("<|tool_call_start|>"), _python),
     ToolForm("Functionary", r"<function=[^>\n]+>\s*\{", _functions),
     ToolForm("marked JSON", "|".join(re.escape(opens) for opens, _ in _JSON_MARKS), _marked_json),
-    ToolForm("Qwen XML", "(?:<tool_call>\\s*)?<function=", _qwen_xml),
+    ToolForm("Qwen XML", r"(?:<[\w:]*tool_call>\s*)?<function=", _qwen_xml),
     ToolForm("GLM", r"<tool_call>\s*[^\s<{]", _glm),
     ToolForm("Hermes", "<tool_call>", _hermes),
     ToolForm(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import random
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
@@ -101,7 +101,7 @@ class TurnBridge:
                 do="set model.chat_template to a template of one of them",
             )
 
-    @property
+    @cached_property
     def thoughts(self) -> Sequence[Thoughts]:
         """The ways in which turns of this template may have thoughts."""
         key = self._template.thoughts_key("reasoning_content")
@@ -120,22 +120,74 @@ class TurnBridge:
         if self._has_schema:
             text = self.text_of(spoken, special=True)
             return parse_by_schema(self._tokenizer, text, self._opening, self._tools)
-        if self.end_of(spoken) is not None:
-            spoken.pop()
+        turn = self._parsed(spoken[: -1 if self.end_of(spoken) is not None else None])
+        # The mark that ends a call may end the turn as well.
+        return self._parsed(spoken) if turn.problem else turn
+
+    def _parsed(self, ids: Sequence[int]) -> ParsedTurn:
         # Forms may be written with special tokens, so these stay in the text that is searched.
-        return parse_turn(
-            self.text_of(spoken, special=self._form is not None), self._form, self._tools
-        )
+        text = self.text_of(ids, special=self._form is not None)
+        return parse_turn(text, self._form, self._tools)
 
     def end_of(self, ids: Sequence[int] | TokenIds) -> int | None:
         """Return the token that ended a turn; None for a turn that was cut."""
         last = int(ids[-1]) if len(ids) else None
         return last if last in self._stops else None
 
-    def first(self, messages: Sequence[Message], name: str, *, foreign: bool = False) -> list[int]:
-        """Return the ids of a conversation up to the assistant's turn. No text of `foreign` messages becomes a control token."""
-        stood_in, texts = self._with_stand_ins(messages) if foreign else (messages, {})
-        return self._ids(self._whole(stood_in, name), texts)
+    def first(
+        self, messages: Sequence[Message], name: str, *, foreign: Sequence[Message] = ()
+    ) -> list[int]:
+        """Return the ids of a whole conversation up to the assistant's turn. No text of `foreign` messages, which follow, becomes a control token."""
+        stood_in, texts = self._with_stand_ins(foreign)
+        return self._ids(self._whole([*messages, *stood_in], name), texts)
+
+    def length_of(self, messages: Sequence[Message]) -> int:
+        """Return how many tokens the texts of messages have."""
+        texts = [str(message["content"]) for message in messages]
+        return sum(len(self._ids(_HEARD, {_HEARD: text})) for text in texts)
+
+    def message_of(self, turn: ParsedTurn, text: str, earlier: int = 0) -> Message:
+        """Return a turn of the model as a message for the template; `text` is the whole turn, `earlier` the number of calls before it."""
+        said: Message = {"role": "assistant", "content": turn.content}
+        is_apart = "apart" in self.thoughts
+        if turn.problem:
+            said["content"] = text
+        elif turn.thoughts and is_apart:
+            said[self._template.thoughts_key("reasoning_content")] = turn.thoughts
+        elif turn.thoughts and turn.calls:
+            said["content"] = f"{_OPENS}\n{turn.thoughts}\n{_CLOSES}\n\n{turn.content}"
+        elif turn.thoughts:  # the prompt may have opened them
+            said["content"] = text if _OPENS in text else _OPENS + text
+        if turn.calls and not turn.problem:
+            said["tool_calls"] = _enveloped(turn.calls, earlier)
+        return said
+
+    def told(self, new: Sequence[Mapping[str, Any]], *, rendered: bool) -> list[Mapping[str, Any]]:
+        """Return what a tool answers to a call that cannot be read, from a user if the template leaves out results without a call."""
+        shows = self._shows_results[rendered]
+        return [
+            {"role": "user", "content": message["content"]}
+            if message.get("role") == "tool" and not shows
+            else message
+            for message in new
+        ]
+
+    @cached_property
+    def _shows_results(self) -> tuple[bool, bool]:
+        """Whether results without a call are shown: in `following`, and in a rendering of the whole."""
+        result: Message = {"role": "tool", "content": _HEARD}
+        said: Message = {"role": "assistant", "content": _SAID}
+
+        def shows(text: Callable[[], str]) -> bool:
+            try:
+                return _HEARD in text()
+            except UsageError:
+                return False
+
+        return (
+            shows(lambda: self.text_of(self.following([], [result], ended_by=None))),
+            shows(lambda: self._whole([_ASKED, said, result], "a conversation")),
+        )
 
     def following(
         self,
@@ -252,20 +304,26 @@ class TurnBridge:
     def _with_stand_ins(self, new: Sequence[Message]) -> tuple[list[Message], dict[str, str]]:
         """Put words in the place of texts that have a control token's text; return these texts by word."""
         texts: dict[str, str] = {}
-        unwanted = [*self._control, _SAID, _HEARD]
+        marks = [*self._control, _SAID, _HEARD]
+        # Templates look for thoughts in what an assistant said.
+        of_assistant = [mark for mark in marks if mark not in (_OPENS, _CLOSES)]
 
-        def stood_in(value: Any) -> Any:
+        def stood_in(value: Any, unwanted: Sequence[str]) -> Any:
             if isinstance(value, dict):
-                return {key: stood_in(each) for key, each in value.items()}
+                return {key: stood_in(each, unwanted) for key, each in value.items()}
             if isinstance(value, list):
-                return [stood_in(each) for each in value]
+                return [stood_in(each, unwanted) for each in value]
             if not isinstance(value, str) or not any(mark in value for mark in unwanted):
                 return value
             word = f"{_HEARD}{len(texts)}e"
             texts[word] = value
             return word
 
-        return [stood_in(message) for message in new], texts
+        said = [message.get("role") == "assistant" for message in new]
+        return [
+            stood_in(message, of_assistant if is_said else marks)
+            for message, is_said in zip(new, said, strict=True)
+        ], texts
 
     def _harmless(self, text: str) -> Iterator[str]:
         """Divide a text within each control token's, for the tokenizer would find those that are not marked as special."""
@@ -292,25 +350,31 @@ class TurnBridge:
 
     # The proof.
 
-    def compare(self, role: str, thoughts: Thoughts = "none", seed: int = 0) -> Comparison:
+    def compare(
+        self, role: str, thoughts: Thoughts = "none", seed: int = 0, *, rendered: bool = False
+    ) -> Comparison:
         """Compare random conversations in parts with whole ones, up to the first difference.
 
         `role` answers the model: tool or user. Turns that do not tokenize to the same ids alone and within the whole say nothing.
+        `rendered`: compare what is written of turns that were read with what is written of the turns themselves.
         """
         rng = random.Random(seed)
         turns = 0
         unsayable = None
         for _ in range(_CONVERSATIONS):
-            compared = self._compared(rng, role, thoughts)
+            compared = self._compared(rng, role, thoughts, rendered)
             turns += compared.turns
             unsayable = unsayable or compared.unsayable
             if compared.difference is not None:
                 return Comparison(turns, compared.difference)
         return Comparison(turns, unsayable=unsayable)
 
-    def _compared(self, rng: random.Random, role: str, thoughts: Thoughts) -> Comparison:
+    def _compared(
+        self, rng: random.Random, role: str, thoughts: Thoughts, rendered: bool
+    ) -> Comparison:
         """Compare a random conversation."""
         messages: list[Message] = [{"role": "user", "content": _some(rng)}]
+        read = [*messages]
         ids = self.first(messages, "a conversation")
         earlier = 0
         for turn in range(rng.randint(1, 4)):
@@ -327,6 +391,8 @@ class TurnBridge:
                 return Comparison(turn, unsayable=self._first_of(alone, self._ids(opened)))
             spoken = alone[len(opened) :]
             if thoughts == "inside" and thought not in spoken:
+                if rendered:  # the template leaves out what the model would say
+                    return Comparison(turn)
                 missing = said["content"].removeprefix(opened[-len(_OPENS) - 1 :])
                 return Comparison(turn, self._first_of(alone, self._ids(opened + missing)))
             new = [*_results(rng, calls, earlier)] or [{"role": "user", "content": _some(rng)}]
@@ -337,6 +403,14 @@ class TurnBridge:
                 return Comparison(turn)
             messages += [said, *new]
             whole = self._whole(messages, "a conversation")
+            if rendered:
+                text = self.text_of(said_ids)
+                read += [self.message_of(self.read(said_ids), text, earlier), *new]
+                again = self.first(read, "a conversation")
+                if self._ids(whole) != again:
+                    return Comparison(turn, self._first_of(whole, again))
+                earlier += len(calls)
+                continue
             ids += said_ids
             if self._ids(whole)[: len(ids)] != ids:
                 return Comparison(turn, self._first_of(whole, ids))
@@ -426,18 +500,31 @@ def proven_bridge(
     stops = (*eos_token_ids, *rollout.stop_token_ids)
     tools = [dict(tool) for tool in environments.described.tools]
     bridge = TurnBridge(tokenizer, data, tools, stops)
-    if rollout.environment.history == "exact" and rollout.environment.verifiers is None:
-        prove_bridge(bridge, "tool" if tools else "user")
+    history = rollout.environment.history
+    if history != "appended" and rollout.environment.verifiers is None:
+        prove_bridge(bridge, "tool" if tools else "user", rendered=history == "rendered")
     return bridge
 
 
-def prove_bridge(bridge: TurnBridge, role: str) -> None:
-    """Raise `UsageError` unless conversations in parts have the ids of whole ones.
+def prove_bridge(bridge: TurnBridge, role: str, *, rendered: bool = False) -> None:
+    """Raise `UsageError` unless conversations in parts have the ids of whole ones; or with `rendered`, turns that are read and written again.
 
     `role` answers the model: tool or user. Turns with thoughts are compared too if the template writes them: many templates drop those
     of earlier turns.
     """
-    compared = {thoughts: bridge.compare(role, thoughts) for thoughts in bridge.thoughts}
+    compared = {
+        thoughts: bridge.compare(role, thoughts, rendered=rendered) for thoughts in bridge.thoughts
+    }
+    if rendered:
+        for difference in (comparison.difference for comparison in compared.values()):
+            if difference is not None:
+                raise UsageError(
+                    f"a turn that is read and written again differs from what the chat template writes of it, once a {role} answers",
+                    have=f"token {difference.place} of a conversation: {difference.whole!r} of the turn, {difference.in_parts!r} when it was read",
+                    want="the same token ids",
+                    do="set rollout.environment.history=appended, or set model.chat_template",
+                )
+        return
     differences = {thoughts: each.difference for thoughts, each in compared.items()}
     if not any([*differences.values(), *(each.turns for each in compared.values())]):
         differences = {thoughts: each.unsayable for thoughts, each in compared.items()}
@@ -448,7 +535,7 @@ def prove_bridge(bridge: TurnBridge, role: str) -> None:
                 f"the chat template writes earlier turns{what} otherwise than the model said them, once a {role} answers",
                 have=f"token {difference.place} of a conversation: {difference.whole!r} in the whole, {difference.in_parts!r} in parts",
                 want="the same token ids",
-                do="set rollout.environment.history=appended to train on conversations as they were said, or set model.chat_template to a template that keeps earlier turns",
+                do="set rollout.environment.history=rendered to train on each turn after what the template writes before it, appended to train on conversations as they were said, or set model.chat_template to a template that keeps earlier turns",
             )
     if not any(each.turns for each in compared.values()):
         raise UsageError(

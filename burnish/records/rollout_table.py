@@ -260,17 +260,18 @@ class RolloutTable:
         return replace(self, rows={**self.rows, "kind": places}, kinds=[*kinds])
 
     def without_branches(self) -> RolloutTable:
-        """Return a table with one rollout of each conversation."""
+        """Return a table with one rollout of each conversation, whose length is that of all its branches."""
         is_first = self.rows["branch"] == 0
         if is_first.all():
             return self
+        rows = {**self.rows, "drawn": self.summed(self.rows["drawn"]).astype(np.int32)}
         prompts = self.prompts.copy()
         prompts["count"] = np.bincount(self.groups[is_first], minlength=len(prompts))
         return replace(
             self,
             prompts=prompts,
             groups=self.groups[is_first],
-            rows={name: column[is_first] for name, column in self.rows.items()},
+            rows={name: column[is_first] for name, column in rows.items()},
             owners=self.owners[is_first],
             places=self.places[is_first],
         )
@@ -280,6 +281,19 @@ class RolloutTable:
         """[N] number of the rollout whose reward and advantage each has: its own, or of a branch that of its conversation."""
         numbers = np.arange(len(self.owners))
         return np.maximum.accumulate(np.where(self.rows["branch"] == 0, numbers, 0))
+
+    def summed(self, values: Column) -> Column:
+        """Return `values` [N] summed over the branches of each rollout's conversation."""
+        if not self.rows["branch"].any():
+            return values
+        return np.bincount(self.firsts, values, len(values))[self.firsts].astype(values.dtype)
+
+    def branches(self, number: int) -> list[int]:
+        """Return the numbers of a conversation's branches in their order in time; `number` is that of its last, which is first here."""
+        end = number + 1
+        while end < len(self.owners) and self.rows["branch"][end]:
+            end += 1
+        return [*range(number, end)][::-1]
 
     @property
     def sizes(self) -> Column:

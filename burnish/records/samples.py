@@ -267,7 +267,7 @@ class Rollout:
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Numbers of a conversation that are no reward, by name: its turns and calls, and what its environment reports."""
     turns: tuple[Turn, ...] = ()
-    """The model's turns in a conversation. Empty: one turn has the whole reward."""
+    """The model's turns in a conversation, those of all branches with number 0. Empty: one turn has the whole reward."""
     greedy_reward: float | None = None
     """Reward of the greedy completion of the same prompt, if advantages compare with it (ReMax)."""
     reward_error: str | None = None
@@ -281,7 +281,7 @@ class Rollout:
     end: End | None = None
     """Why a conversation ended; None without an environment."""
     branch: int = 0
-    """Number among the sequences of one conversation. Each has the reward of number 0, which alone counts in statistics."""
+    """Number among the sequences of one conversation, the last first. Each has the reward of number 0, which alone is judged and counts in statistics."""
     owner: int | None = None
     """The rank that has the tokens and texts; others have arrays of the same shapes, of -1 and NaN. None: all ranks have them."""
 

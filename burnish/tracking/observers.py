@@ -64,7 +64,7 @@ def wanted_rollouts(
     from burnish.tracking import rollouts
 
     order = table.order if written else ()
-    whole = rollouts.chosen(step, table.rewards, order) if written else set()
+    whole = rollouts.chosen(step, table) if written else set()
     if traced:
         kind: Kind = "validation" if validation else "step"
         rate = settings.traces.sample_rate
@@ -171,7 +171,8 @@ class Observers:
             self._thinning.wrote(step, kind)
             # Only the rollouts that are kept longest: a table of thousands would cost more than the step.
             for tracker in self._others:
-                tracker.tell("log_rollouts", step, kind, [*chosen_rows.values()])
+                alone = [row for row in chosen_rows.values() if not row.get("branch")]
+                tracker.tell("log_rollouts", step, kind, alone)
         if self._traces is not None:
             for _ in passing():
                 pass

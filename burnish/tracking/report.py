@@ -169,7 +169,8 @@ def choose_examples(directory: Path, count: int = _EXAMPLES) -> dict[str, Any] |
     groups: dict[int, dict[int, list[Row]]] = {}
     for path in _within_budget([path for _, path in rollout_files(directory)]):
         for row in read_rollouts(path):
-            groups.setdefault(row["prompt_index"], {}).setdefault(row["step"], []).append(row)
+            if not row.get("branch"):
+                groups.setdefault(row["prompt_index"], {}).setdefault(row["step"], []).append(row)
     if not groups:
         return None
     by_prompt = [groups[index] for index in sorted(groups)]

@@ -66,7 +66,7 @@ def write_rollouts(
     known = [None] * len(table.owners) if advantages is None else advantages
     means = [advantage for _, advantage in zip(table.owners, known, strict=True)]
     order = table.order
-    longest = chosen(step, table.rewards, order)
+    longest = chosen(step, table)
     chosen_rows = dict[int, Row]()
 
     def others() -> Iterator[bytes]:
@@ -123,17 +123,20 @@ def _encoded(row: Row) -> bytes:
     return json_line(row).encode("utf-8", "backslashreplace")
 
 
-def chosen(step: int, rewards: Floats, order: Sequence[int]) -> set[int]:
-    """Return the indices of the rollouts that are kept longest. NaN is the least reward."""
-    ordered = rewards[order]
+def chosen(step: int, table: RolloutTable) -> set[int]:
+    """Return the indices of the rollouts that are kept longest, with all branches of their conversations. NaN is the least reward."""
+    firsts = table.firsts
+    order = [number for number in table.order if firsts[number] == number]
+    ordered = table.rewards[order]
     ordered[ordered != ordered] = -math.inf
     ranked = ordered.argsort(kind="stable")
     others = range(EXTREMES, len(order) - EXTREMES)
     drawn = random.Random(step).sample(others, min(RANDOMS, len(others)))
     return {
-        order[place]
+        branch
         for places in (slice(EXTREMES), slice(-EXTREMES, None), drawn)
         for place in ranked[places].tolist()
+        for branch in table.branches(order[place])
     }
 
 

@@ -84,6 +84,8 @@ class Traces:
         wanted = sampled(kind, step, self._settings.sample_rate, len(rollouts)) | {*whole}
         traces = []
         for i in sorted(wanted):
+            if rollouts[i].branch:  # the trace of number 0 is that of the conversation
+                continue
             about = {
                 "burnish.run": self._directory.root.name,
                 "burnish.step": step,
@@ -157,6 +159,8 @@ class Traces:
         alike = {n: v for n, v in whole.attributes.items() if not n.startswith(_OF_ONE_TURN)}
         place = 0  # of the environment's span
         tools = 0  # of the turn
+        if len(turns) != sum(span.kind == "model" for span in rollout.spans):
+            turns = []  # an agent's conversation has other branches
         for number, span in enumerate(rollout.spans, start=1):
             said, heard = turns[span.turn] if 0 <= span.turn < len(turns) else ({}, [])
             attributes: Attributes = {"burnish.turn": span.turn}

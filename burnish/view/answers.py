@@ -62,7 +62,17 @@ _FACTS = (
     "reason", "started", "ended", "best", "score", "attention",
 )  # fmt: skip
 """What a row of the list has besides, where it is known."""
-_LISTED = ("step", "prompt_index", "sample", "reward", "length", "stop_reason", "source", "end")
+_LISTED = (
+    "step",
+    "prompt_index",
+    "sample",
+    "reward",
+    "length",
+    "stop_reason",
+    "source",
+    "end",
+    "branch",
+)
 # Characters of a text in a list.
 _PREVIEW = 300
 # Most characters of a completion in a prompt's history, and what is shown of each.
@@ -276,6 +286,10 @@ class Answers:
         steps = query.from_step, last
         history, following, total = index.history(kind, query.prompt or 0, steps, query.limit)
         newest = history[0][1][0][1] if history else {}
+        history = [
+            (step, [(identity, row) for identity, row in rows if not row.get("branch")])
+            for step, rows in history
+        ]
         return {
             "kind": kind,
             "prompt_index": query.prompt or 0,

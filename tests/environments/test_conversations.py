@@ -183,6 +183,82 @@ def test_a_group_that_cannot_be_compared_fails(word):
     assert all("score_group" in r.reward_error or "a tie" in r.reward_error for r in rollouts)
 
 
+def as_rendered(tokenizer, messages, **more):
+    return tokenizer.apply_chat_template(messages, add_generation_prompt=True, **more)["input_ids"]
+
+
+def sequence(rollout):
+    return [*rollout.prompt.token_ids, *rollout.completion.token_ids]
+
+
+def test_a_rendered_history_is_what_the_template_writes_of_it():
+    # Like many templates, this one drops the thoughts of earlier turns.
+    template = CHATML.replace("message['content']", "message['content'].split('</think>')[-1]")
+    tokenizer = char_tokenizer(template)
+    scripts = [["<think>one</think>a", "b", "<think>two</think>c"], ["<think>1</think>a", "fail"]]
+    rollouts, generate, *_ = play("Counting", scripts, tokenizer, history="rendered")
+    assert [(each.sample, each.branch) for each in rollouts] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    whole, first, failed, _ = rollouts
+    messages = [*ASKED, {"role": "user", "content": "Count from 0."}]
+    asked = {(each.first_sample, each.turn): each.token_ids.tolist() for each in generate.requests}
+    for k, line in enumerate(scripts[0]):
+        assert asked[0, k] == as_rendered(tokenizer, messages)
+        messages.append({"role": "assistant", "content": line})
+        messages.append({"role": "user", "content": str(k + 1)})
+    # What the model saw in a turn stands before it. The turn without thoughts goes on in its sequence.
+    turns = [f"{line}<|im_end|>" for line in scripts[0]]
+    assert said(first, tokenizer) == turns[:1]
+    assert said(whole, tokenizer) == turns[1:]
+    assert sequence(first)[: len(asked[0, 0])] == asked[0, 0]
+    assert sequence(whole)[: len(asked[0, 2])] == asked[0, 2]
+    # The conversation is one for rewards, numbers and people.
+    assert {
+        (each.reward, each.metrics["turns"], each.metrics["branches"]) for each in (whole, first)
+    } == {(3.0, 3.0, 1.0)}
+    assert [turn.tokens for turn in whole.turns] == [*map(len, map(tokenizer.encode, turns))]
+    assert [turn.reward for turn in whole.turns] == [1.0] * 3
+    assert first.turns == first.spans == ()
+    roles = [message["role"] for message in whole.conversation]
+    assert roles == ["user", *["assistant", "user"] * 3]
+    assert [span.turn for span in whole.spans if span.kind == "model"] == [0, 1, 2]
+    assert failed.end == "failed"
+
+
+def test_calls_of_a_rendered_history_are_what_the_template_writes_of_them():
+    scripts = [[f"<think>3 by 4</think>{CALL}", "It is 12."]]
+    rollouts, generate, tokenizer, tools = play("Calculator", scripts, history="rendered")
+    function = {"name": "multiply", "arguments": {"a": 3, "b": 4}}
+    called = {"id": "000000000", "type": "function", "function": function}
+    thought = "<think>\n3 by 4\n</think>\n\n"
+    messages = [
+        *ASKED,
+        {"role": "assistant", "content": thought, "tool_calls": [called]},
+        {"role": "tool", "name": "multiply", "tool_call_id": "000000000", "content": "12"},
+    ]
+    asked = generate.requests[1].token_ids.tolist()
+    assert asked == as_rendered(tokenizer, messages, tools=tools)
+    assert [said(each, tokenizer) for each in rollouts] == [
+        ["It is 12.<|im_end|>"],
+        [f"{scripts[0][0]}<|im_end|>"],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "scripts"),
+    [
+        ("Counting", [["a", "b", "c"], ["d"] * 3]),
+        ("Calculator", [[f"\n{CALL}", f"\n{CALL}", "It is 12."], ["No."]]),
+    ],
+)
+def test_a_history_that_the_template_keeps_is_one_sequence(name, scripts):
+    exact, rendered = (play(name, scripts, history=history)[0] for history in ("exact", "rendered"))
+    assert [each.branch for each in rendered] == [0, 0]
+    for one, other in zip(exact, rendered, strict=True):
+        assert one.completion.token_ids.tolist() == other.completion.token_ids.tolist()
+        assert one.conversation == other.conversation
+        assert one.turns == other.turns
+
+
 def test_parallel_calls_are_answered_in_order():
     other = CALL.replace("4", "5")
     (rollout,), *_ = play("Calculator", [[f"{CALL}\n{other}", "Done."]])

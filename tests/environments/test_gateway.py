@@ -130,6 +130,22 @@ def test_token_ids_come_back_as_they_were_and_go_on_in_their_sequence():
 
 
 @pytest.mark.nightly
+@pytest.mark.parametrize("thought", ["", "<think>hm</think>"])
+def test_a_rendered_history_is_what_the_template_writes_of_a_request(thought):
+    # The agent does not send thoughts back.
+    rollouts, generate, tokenizer = hold(
+        "echo", [[f"{thought}hello", "you"]], history="rendered", max_turns=2
+    )
+    texts = [f"{thought}hello<|im_end|>", "you<|im_end|>"]
+    own = [said(rollout, tokenizer) for rollout in rollouts]
+    assert own == ([texts[1:], texts[:1]] if thought else [texts])
+    second = generate.requests[1].token_ids.tolist()
+    whole = [*rollouts[0].prompt.token_ids, *rollouts[0].completion.token_ids]
+    assert whole[: len(second)] == second
+    assert "hm" not in tokenizer.decode(second)
+
+
+@pytest.mark.nightly
 def test_agents_of_a_wave_are_drawn_together_and_coroutines_are_agents():
     rollouts, generate, _ = hold("waits", [["a"], ["abc"], ["ab"]])
     assert [rollout.reward for rollout in rollouts] == [1, 3, 2]

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import random
 import signal
+from collections import defaultdict
 from pathlib import Path
 
 import numpy as np
 import pytest
-from support.models.tokenizers import SPECIAL, char_tokenizer
+from support.models.tokenizers import CHATML, SPECIAL, char_tokenizer
 from support.runs.same_runs import assert_same
 from support.runs.training_files import At, burnish, done, metrics, outcome, rollouts
 
@@ -56,33 +57,51 @@ def test_conversations_are_trained_on(work):
     assert last["rollout/mismatch_kl"] < 1e-5  # what the engine trains is what the generator drew
 
 
+def rewriting(work):
+    """Settings with a template that writes earlier turns in capitals, so that most turns begin a branch."""
+    loud = CHATML.replace(
+        "message['content'] +",
+        "(message['content'] | upper if message['role'] == 'assistant' else message['content']) +",
+    )
+    (work / "loud.jinja").write_text(loud)
+    return ["model.chat_template=loud.jinja", "rollout.environment.history=rendered"]
+
+
 @pytest.mark.nightly
-def test_tokens_have_the_advantage_of_their_turn(work):
-    run = done(work, *RL, "name=by_turn", "steps=1", "algorithm.advantage=turn_grpo")
-    rows = rollouts(run, 1)
+@pytest.mark.parametrize("history", ["exact", "rendered"])
+def test_tokens_have_the_advantage_of_their_turn(work, history):
+    settings = ["steps=1", "algorithm.advantage=turn_grpo", f"name=by_turn_{history}"]
+    run = done(work, *RL, *settings, *(rewriting(work) if history == "rendered" else ()))
+    assert metrics(run)[-1]["rollout/mismatch_kl"] < 1e-5
+    talks = defaultdict[tuple[int, int], list](list)
+    for row in sorted(rollouts(run, 1), key=lambda row: -row.get("branch", 0)):
+        talks[row["prompt_index"], row["sample"]].append(row)
+    assert (max(map(len, talks.values())) > 1) == (history == "rendered")
+    assert metrics(run)[-1]["environment/turns"] == 3
     paid = {
-        (row["prompt_index"], row["sample"]): [
-            m["rewards"]["capitals"] for m in row["conversation"] if m["role"] == "assistant"
+        key: [
+            m["rewards"]["capitals"] for m in rows[-1]["conversation"] if m["role"] == "assistant"
         ]
-        for row in rows
+        for key, rows in talks.items()
     }
     known = 0
-    for row in rows:
-        tokens = row.get("tokens", {}).get("advantages")
-        if tokens is None:
+    for (prompt, sample), rows in talks.items():
+        if "advantages" not in rows[0].get("tokens", {}):
             continue
-        group = [turns for (prompt, _), turns in paid.items() if prompt == row["prompt_index"]]
+        group = [turns for (other, _), turns in paid.items() if other == prompt]
         wanted = []
-        said = [m for m in row["conversation"] if m["role"] == "assistant"]
+        said = [m for m in rows[-1]["conversation"] if m["role"] == "assistant"]
         for k, message in enumerate(said):
             returns = [sum(turns[k:]) for turns in group]
-            own = sum(paid[row["prompt_index"], row["sample"]][k:])
+            own = sum(paid[prompt, sample][k:])
             spread = np.std(returns, ddof=1)
-            wanted += [(own - np.mean(returns)) / (spread + 1e-6) if spread else 0] * message[
-                "tokens"
-            ]
-        found = np.array(tokens)[row["tokens"]["by_model"]]
-        np.testing.assert_allclose(found, wanted, atol=1e-3)
+            advantage = (own - np.mean(returns)) / (spread + 1e-6) if spread else 0
+            wanted += [advantage] * message["tokens"]
+        found = [
+            np.array(row["tokens"]["advantages"])[row["tokens"].get("by_model") or slice(None)]
+            for row in rows
+        ]
+        np.testing.assert_allclose(np.concatenate(found), wanted, atol=1e-3)
         known += 1
     assert known
 
@@ -108,11 +127,16 @@ def test_it_learns(work):
         ["rollout.place=child"],
         ["rollout.environment.pace=free"],
         ["algorithm.advantage=turn_grpo"],
+        [
+            *("algorithm.advantage=turn_grpo", "rollout.environment.history=rendered"),
+            *("algorithm.kl.coef=0.1", "algorithm.kl.place=reward"),
+        ],
     ],
-    ids=["grpo", "ppo", "by token", "child", "free", "by turn"],
+    ids=["grpo", "ppo", "by token", "child", "free", "by turn", "rendered"],
 )
 def test_two_processes_do_what_one_does(work, request, settings):
     name = request.node.callspec.id.replace(" ", "_")
+    settings = [*settings, *(rewriting(work) if name == "rendered" else ())]
     one = done(work, *RL, *settings, f"name=one_{name}")
     assert_same(done(work, *RL, *settings, f"name=two_{name}", world=2), one)
 
@@ -126,10 +150,14 @@ def test_two_processes_do_what_one_does(work, request, settings):
         "burnish.environments.pool:EnvironmentPool.step",
     ],
 )
-@pytest.mark.parametrize(("nth", "ahead"), [(2, 0), (9, 0), (13, 1)])
-def test_a_killed_run_goes_on_as_if_nothing_had_happened(work, place, nth, ahead):
+@pytest.mark.parametrize(
+    ("nth", "ahead", "history"),
+    [(2, 0, "exact"), (9, 0, "exact"), (13, 1, "exact"), (10, 1, "rendered")],
+)
+def test_a_killed_run_goes_on_as_if_nothing_had_happened(work, place, nth, ahead, history):
     settings = [*RL, "checkpoint.save_every=1", f"rollout.ahead={ahead}"]
-    whole = done(work, *settings, f"name=whole_{ahead}")
+    settings += rewriting(work) if history == "rendered" else []
+    whole = done(work, *settings, f"name=whole_{ahead}_{history}")
     argv = [*settings, f"name=killed_{place.rpartition('.')[2]}_{nth}"]
     code, _ = burnish(work, *argv, at=At(place, nth, signal.SIGKILL))
     assert code == -signal.SIGKILL
@@ -189,8 +217,9 @@ def test_an_evaluation_plays_held_out_rows_or_those_that_the_environment_brings(
         ["rl", "rl.yaml", "rollout.environment.max_turns=3"],
         [*RL, "rollout.environment.reasoning_gym=chain_sum"],
         [*RL, "rollout.place=child", "rollout.ahead=1", "rollout.in_flight=true"],
+        [*RL, "rollout.environment.history=rendered", "algorithm.advantage=gae"],
     ],
-    ids=["texts", "no environment", "two environments", "in flight"],
+    ids=["texts", "no environment", "two environments", "in flight", "several sequences"],
 )
 def test_settings_that_make_no_conversation_are_refused(work, settings):
     code, output = burnish(work, *settings, "--dry-run")

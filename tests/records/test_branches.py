@@ -5,11 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
+import pytest
 from support.runs.rollouts import made_rollout
 
+from burnish.config.schema import RewardConfig
 from burnish.methods.parts.rollouts import compared_rewards, rewarded
 from burnish.records.rollout_table import RolloutTable
-from burnish.rewards.overview import rollout_stats
+from burnish.rewards.overview import LostRewards, require_rewards, rollout_stats
+from burnish.tracking.rollouts import EXTREMES, RANDOMS, chosen
 
 BRANCHES = ((0, 1, 2), (0,), (0, 1))
 """Of three conversations with a prompt."""
@@ -33,13 +36,20 @@ def groups(with_branches=True):
 def test_statistics_count_a_conversation_once():
     whole = RolloutTable.of(groups())
     alone = RolloutTable.of(groups(with_branches=False))
-    assert rollout_stats(whole) == rollout_stats(alone)
-    assert whole.without_branches().encoded() == alone.encoded()
+    without = whole.without_branches()
+    # The length of a conversation is that of all its branches.
+    assert without.lengths.tolist() == [9, 3, 6] * 2
+    drawn = {**without.rows, "drawn": alone.rows["drawn"]}
+    assert replace(without, rows=drawn).encoded() == alone.encoded()
+    lengths = {f"response_length/{name}" for name in ("mean", "max")}
+    stats = [rollout_stats(table) for table in (whole, alone)]
+    assert {name for name in stats[0] if stats[0][name] != stats[1][name]} == lengths
+    assert stats[0]["response_length/mean"].total == 2 * stats[1]["response_length/mean"].total
     compared = [compared_rewards(table, "exact", ()) for table in (whole, alone)]
     for mine, theirs in zip(*compared, strict=True):
         assert mine.tolist() == theirs.tolist()
-    chosen = [table.take([1]) for table in (whole, alone)]
-    assert rollout_stats(chosen[0]) == rollout_stats(chosen[1])
+    one, other = (rollout_stats(table.take([1])) for table in (whole, alone))
+    assert one["reward/mean"] == other["reward/mean"]
 
 
 def test_a_branch_belongs_to_the_rollout_before_it():
@@ -48,6 +58,31 @@ def test_a_branch_belongs_to_the_rollout_before_it():
     gathered = RolloutTable.gathered([table.encoded()])
     assert [each.branch for each in gathered.rollouts] == [0, 1, 2, 0, 0, 1] * 2
     assert len(RolloutTable.of([]).firsts) == 0
+    assert [table.branches(number) for number in (0, 3, 10)] == [[2, 1, 0], [3], [11, 10]]
+    assert table.summed(np.arange(12))[:6].tolist() == [3, 3, 3, 3, 9, 9]
+
+
+def test_a_conversation_that_failed_counts_once():
+    (group, _) = groups()
+    failed = [
+        replace(each, reward=np.nan, reward_error="environment: lost") if each.sample == 0 else each
+        for each in group
+    ]
+    table = RolloutTable.of([failed])  # 3 of 6 rollouts, and 1 of 3 conversations
+    require_rewards(table, RewardConfig(max_failed_share=0.4))
+    with pytest.raises(LostRewards):
+        require_rewards(table, RewardConfig(max_failed_share=0.3))
+
+
+def test_the_rollouts_that_are_kept_longest_are_whole_conversations():
+    many = [
+        replace(made_rollout(0, sample, reward=float(sample)), branch=branch)
+        for sample in range(20)
+        for branch in range(3)
+    ]
+    kept = chosen(1, RolloutTable.of([many]))
+    assert {*range(12), *range(48, 60)} < kept
+    assert len(kept) == 3 * (2 * EXTREMES + RANDOMS)
 
 
 def test_branches_are_not_scored_and_have_the_reward_of_their_conversation():

@@ -102,7 +102,7 @@ def test_order_and_choice_are_those_of_sorted_pairs() -> None:
         others = ranked[EXTREMES:-EXTREMES]
         drawn = random.Random(5 if count else 0).sample(others, min(RANDOMS, len(others)))
         want = {*ranked[:EXTREMES], *ranked[-EXTREMES:], *drawn}
-        assert chosen(5, table.rewards, table.order) == want
+        assert chosen(5, table) == want
 
 
 def test_the_order_they_were_made_in_does_not_matter(tmp_path: Path) -> None:

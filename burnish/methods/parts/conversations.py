@@ -6,83 +6,33 @@ step follows from the data alone, and a run in fp32 repeats to the bit. Free one
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from copy import copy
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
-import xxhash
 
 from burnish.config.environment import EnvironmentConfig
-from burnish.data.messages import messages_of
+from burnish.data.messages import Message, messages_of
+from burnish.data.tool_calls import ParsedTurn
 from burnish.data.turn_bridge import TurnBridge, call_id, prove_bridge, require_messages
-from burnish.environments.base import Action, EndedConversation, Observation, ToolCall
+from burnish.environments.base import Action, Observation, ToolCall
 from burnish.environments.calls import Answered, Key, Step
 from burnish.environments.pool import EnvironmentPool
 from burnish.errors import BurnishError
+from burnish.methods.parts.open_conversation import Branch, OpenConversation, state_of, unseen
 from burnish.records import Completion, Prompt, Request, RewardCall, Rollout
-from burnish.records.samples import (
-    End,
-    StopReason,
-    Turn,
-    TurnSpan,
-    joined_completions,
-    of_environment,
-)
+from burnish.records.samples import End, StopReason, TurnSpan, joined_completions, of_environment
 from burnish.records.seeds import derive_seed
 from burnish.rollout.base import Sampling
 
-_UNSEEN_CHARACTERS = 2000
 Generate = Callable[..., list[list[Completion]]]
 """Draws a turn of each request, and of what a `Follow` asks for."""
 Measure = Callable[[str], AbstractContextManager[object]]
 """A `burnish.tracking.spans.Spans`, or what measures nothing."""
-
-
-@dataclass(slots=True, eq=False)
-class _Conversation:
-    """One conversation as it grows."""
-
-    prompt: Prompt
-    sample: int
-    key: Key
-    ids: list[int]
-    """The token ids so far."""
-    opening: int
-    """How many of them stand before the first turn of the model."""
-    parts: list[Completion] = field(default_factory=list)
-    """Turns of the model, each with the environment's tokens before it, if any."""
-    heard: list[int] = field(default_factory=list)
-    """The environment's tokens after the last turn."""
-    rewards: dict[str, float] = field(default_factory=dict)
-    """Sums over the turns, by name."""
-    turn_rewards: list[float] = field(default_factory=list)
-    """Of each turn that was answered."""
-    states: list[int] = field(default_factory=list)
-    """A digest of what was heard before each turn."""
-    metrics: dict[str, float] = field(default_factory=dict)
-    """Sums over the turns, by name."""
-    record: list[Mapping[str, Any]] = field(default_factory=list)
-    """What was said and heard, for people."""
-    spans: list[TurnSpan] = field(default_factory=list)
-    calls: int = 0
-    failed_calls: int = 0
-    """Calls that told the model of an error."""
-    calling: int = 0
-    """Turns with a call."""
-    unread: int = 0
-    """Turns in a row with a call that cannot be read."""
-    end: End | None = None
-    error: str | None = None
-
-    @property
-    def turns(self) -> int:
-        """Return how many turns the model has taken."""
-        return len(self.parts)
 
 
 class Conversations:
@@ -100,7 +50,7 @@ class Conversations:
         self._config = config
         self._pool = pool
         self._bridge = bridge
-        self._proven = config.history == "appended" or not pool.described.tools
+        self._proven = config.history != "exact" or not pool.described.tools
         """Whether a user may answer. The setup proves tools' answers where there are tools."""
 
     def apart(self) -> Conversations:
@@ -157,7 +107,7 @@ class Conversations:
         requests: Sequence[Request],
         sampling: Sampling,
         check: Callable[[], None],
-    ) -> list[_Conversation]:
+    ) -> list[OpenConversation]:
         greedy = "greedy" if sampling.temperature == 0 else "sampled"
         tasks = {}
         talks = []
@@ -168,35 +118,37 @@ class Conversations:
                 seed = derive_seed(sampling.seed, "environment", greedy, sampling.step, *key)
                 tasks[key] = ({**prompt.columns, "prompt": prompt.messages}, seed)
                 ids = prompt.token_ids.tolist()
-                talks.append(_Conversation(prompt, sample, key, ids, len(ids)))
+                branches = [Branch(ids, len(ids))]
+                talks.append(OpenConversation(prompt, sample, key, branches, prompt.messages or ()))
         asked = time.time()
         answers = self._pool.begin(tasks, check)
         for talk in talks:
             answer = answers[talk.key]
-            _note(talk, answer, asked)
+            talk.note(answer, asked)
             if answer.observation is None:
-                self._fail(talk, answer)
+                talk.fail(answer.error)
             else:
-                talk.states.append(_state(answer.observation.messages))
+                talk.states.append(state_of(answer.observation.messages))
                 self._open(talk, answer.observation, sampling)
         return talks
 
-    def _open(self, talk: _Conversation, observation: Observation, sampling: Sampling) -> None:
+    def _open(self, talk: OpenConversation, observation: Observation, sampling: Sampling) -> None:
         """Put what the environment says first after the row's prompt."""
         if not observation.messages:
             return
         name = f"the conversation with prompt {talk.prompt.index}"
-        before = () if observation.replaces_prompt else talk.prompt.messages or ()
+        if observation.replaces_prompt:
+            talk.before = ()
         new = messages_of(list(observation.messages), name)
-        talk.ids = self._bridge.first([*before, *new], name)
-        talk.opening = len(talk.ids)
-        talk.record += new
-        if tokens_left(talk, sampling) < 1:
+        ids = self._bridge.first(talk.before, name, foreign=new)
+        talk.messages += new
+        talk.branches = [Branch(ids, len(ids), record=[*new])]
+        if talk.tokens_left(ids, sampling) < 1:
             talk.end = "length"
 
     def _play_freely(
         self,
-        talks: Sequence[_Conversation],
+        talks: Sequence[OpenConversation],
         sampling: Sampling,
         generate: Generate,
         check: Callable[[], None],
@@ -210,11 +162,11 @@ class Conversations:
         def follow(ended: Sequence[tuple[Request, Completion]], idle: bool) -> list[Request]:
             for request, said in ended:
                 talk = by_key[request.prompt_key, request.first_sample]
-                self._said(talk, said, time.time())
+                self._said(talk, talk.branch, said, time.time())
                 actions[talk.key] = self._action(talk)
                 asked_at[talk.key] = time.time()
                 self._pool.ask([Step(talk.key, actions[talk.key])])
-            going_on: list[_Conversation] = []
+            going_on: list[OpenConversation] = []
             while self._pool.is_asked and not going_on:
                 answers = self._pool.answers(check, 1.0 if idle else 0.0)
                 for key, answer in answers.items():
@@ -234,7 +186,7 @@ class Conversations:
         self._score(talks, check)
         self._pool.end([talk.key for talk in talks])
 
-    def _requests(self, talks: Sequence[_Conversation], sampling: Sampling) -> list[Request]:
+    def _requests(self, talks: Sequence[OpenConversation], sampling: Sampling) -> list[Request]:
         """Return requests for the next turns of conversations."""
         requests = []
         for alike in _alike(talks):
@@ -242,37 +194,35 @@ class Conversations:
             requests.append(
                 Request(
                     talk.key[0],
-                    np.array(talk.ids, np.int64),
+                    np.array(talk.branch.ids, np.int64),
                     samples=len(alike),
                     first_sample=talk.sample,
                     turn=talk.turns,
-                    max_tokens=tokens_left(talk, sampling),
+                    max_tokens=talk.tokens_left(talk.branch.ids, sampling),
                     prompt=talk.prompt,
                 )
             )
         return requests
 
-    def _say(self, talks: Sequence[_Conversation], sampling: Sampling, generate: Generate) -> None:
+    def _say(
+        self, talks: Sequence[OpenConversation], sampling: Sampling, generate: Generate
+    ) -> None:
         """Draw a turn of each conversation."""
         asking = [talk for talk in talks if talk.end is None]
         requests = self._requests(asking, sampling)
         began = time.time()
         drawn = [each for group in (generate(requests) if requests else []) for each in group]
         for talk, said in zip(asking, drawn, strict=True):
-            self._said(talk, said, began)
+            self._said(talk, talk.branch, said, began)
 
-    def _said(self, talk: _Conversation, said: Completion, began: float) -> None:
-        """Take in what the model said."""
+    def _said(self, talk: OpenConversation, branch: Branch, said: Completion, began: float) -> None:
+        """Take in what the model said in a branch."""
         first, _, last = said.times or (began, began, time.time())
         talk.spans.append(TurnSpan("model", "model", talk.turns, first, last - first))
-        if talk.heard:
-            said = joined_completions([of_environment(talk.heard, said.weights_version), said])
-        talk.parts.append(said)
-        talk.ids += said.token_ids[len(talk.heard) :].tolist()
-        talk.heard = []
+        branch.say(said)
 
     def _hear(
-        self, talks: Sequence[_Conversation], sampling: Sampling, check: Callable[[], None]
+        self, talks: Sequence[OpenConversation], sampling: Sampling, check: Callable[[], None]
     ) -> None:
         """Tell the environments what was said, and take in their answers."""
         by_key = {talk.key: talk for talk in talks if talk.end is None}
@@ -283,74 +233,73 @@ class Conversations:
 
     def _answered(
         self,
-        talk: _Conversation,
+        talk: OpenConversation,
         action: Any,
         answer: Answered,
         asked: float,
         sampling: Sampling,
     ) -> None:
-        _note(talk, answer, asked)
+        talk.note(answer, asked)
         if answer.observation is None:
-            self._fail(talk, answer)
+            talk.fail(answer.error)
         else:
             self._take_in(talk, action, answer, sampling)
 
-    def _score(self, talks: Sequence[_Conversation], check: Callable[[], None]) -> None:
+    def _score(self, talks: Sequence[OpenConversation], check: Callable[[], None]) -> None:
         """Add the rewards that environments give at the end."""
         ended = {talk.key: talk for talk in talks if talk.end not in (None, "failed")}
         asked = time.time()
         for key, answer in self._pool.score([*ended], check).items():
             talk = ended[key]
-            _note(talk, answer, asked)
+            talk.note(answer, asked)
             if answer.observation is None:
-                self._fail(talk, answer)
-                continue
-            self._take_rewards(talk, answer.observation)
+                talk.fail(answer.error)
+            else:
+                talk.earn(answer.observation)
 
-    def _score_groups(self, talks: Sequence[_Conversation], check: Callable[[], None]) -> None:
+    def _score_groups(self, talks: Sequence[OpenConversation], check: Callable[[], None]) -> None:
         """Let the environment compare the conversations of each prompt, and add its rewards to the last turns."""
-        groups: dict[Key, list[_Conversation]] = {}
+        groups: dict[Key, list[OpenConversation]] = {}
         for talk in talks:
             if talk.end not in (None, "failed"):
                 groups.setdefault((talk.key[0], -1), []).append(talk)
-        ended = {key: [_as_ended(talk) for talk in group] for key, group in groups.items()}
+        ended = {key: [talk.ended() for talk in group] for key, group in groups.items()}
         asked = time.time()
         for key, answer in self._pool.score_groups(ended, check).items():
             for place, talk in enumerate(groups[key]):
-                _note(talk, answer, asked)
+                talk.note(answer, asked)
                 if answer.observation is None:
-                    self._fail(talk, answer)
+                    talk.fail(answer.error)
                 else:
-                    self._take_rewards(talk, Observation(rewards=answer.rewards[place]))
+                    talk.earn(Observation(rewards=answer.rewards[place]))
 
-    def _take_rewards(self, talk: _Conversation, observation: Observation) -> None:
-        """Add rewards and numbers, and note the rewards at what the model said last."""
-        rewards = _named(observation.rewards)
-        _add(talk.rewards, rewards)
-        _add(talk.metrics, observation.metrics)
-        if talk.turn_rewards:
-            talk.turn_rewards[-1] += float(sum(rewards.values()))
-        said = [place for place, m in enumerate(talk.record) if m["role"] == "assistant"]
-        if said and rewards:
-            earlier = talk.record[said[-1]].get("rewards", {})
-            talk.record[said[-1]] = {**talk.record[said[-1]], "rewards": {**earlier, **rewards}}
-
-    def _action(self, talk: _Conversation) -> Any:
+    def _action(self, talk: OpenConversation) -> Any:
         """Return what the environment is told."""
-        said = talk.parts[-1]
+        branch = talk.branch
+        said = branch.parts[-1]
         ids = said.token_ids[said.drawn].tolist()
-        turn = self._bridge.read(ids)
+        earlier = talk.calls
+        turn, text, calls = self._read(branch, self._bridge, ids, earlier)
+        if self._config.history == "rendered":
+            talk.messages.append(self._bridge.message_of(turn, text, earlier))
+        talk.unread = talk.unread + 1 if turn.problem else 0
+        allowed = calls[: max(self._config.max_calls - earlier, 0)]
+        is_cut = said.stop_reason == "length"
+        return Action(text, turn.content, allowed, turn.problem, is_cut)
+
+    def _read(
+        self, branch: Branch, bridge: TurnBridge, ids: list[int], earlier: int
+    ) -> tuple[ParsedTurn, str, tuple[ToolCall, ...]]:
+        """Read a turn of the model and note it; return it with its text and its calls, which are numbered after `earlier` ones."""
+        turn = bridge.read(ids)
+        text = bridge.text_of(ids)
         calls = tuple(
             ToolCall(name, arguments, call_id(number))
-            for number, (name, arguments) in enumerate(turn.calls, talk.calls)
+            for number, (name, arguments) in enumerate(turn.calls, earlier)
         )
-        allowed = calls[: max(self._config.max_calls - talk.calls, 0)]
-        talk.calls += len(calls)
-        talk.calling += bool(calls)
-        talk.unread = talk.unread + 1 if turn.problem else 0
-        text = self._bridge.text_of(ids)
-        is_cut = said.stop_reason == "length"
-        talk.record.append(
+        branch.calls += len(calls)
+        branch.calling += bool(calls)
+        branch.record.append(
             {
                 "role": "assistant",
                 "content": text,
@@ -359,49 +308,62 @@ class Conversations:
                 **({"problem": turn.problem} if turn.problem else {}),
             }
         )
-        return Action(text, turn.content, allowed, turn.problem, is_cut)
+        return turn, text, calls
 
     def _take_in(
-        self, talk: _Conversation, action: Action, answer: Answered, sampling: Sampling
+        self, talk: OpenConversation, action: Any, answer: Answered, sampling: Sampling
     ) -> None:
         observation = answer.observation
         assert observation is not None
         talk.turn_rewards.append(0.0)
-        talk.states.append(_state(observation.messages))
-        self._take_rewards(talk, observation)
+        talk.states.append(state_of(observation.messages))
+        talk.earn(observation)
         talk.end = self._end(talk, action, observation)
+        record = talk.branch.record
+        messages = list(observation.messages)
+        if action.problem is not None:
+            messages = self._bridge.told(messages, rendered=self._config.history == "rendered")
         if talk.end is not None:
-            talk.record += map(_unseen, observation.messages)
+            record += map(unseen, messages)
             return
-        if not self._proven and any(each["role"] == "user" for each in observation.messages):
+        if not self._proven and any(each["role"] == "user" for each in messages):
             prove_bridge(self._bridge, "user")
             self._proven = True
         try:
             name = f"the environment's answer to prompt {talk.prompt.index}"
-            new = messages_of(list(observation.messages), name)
-            calls = [(call.name, dict(call.arguments)) for call in action.calls]
-            said = talk.parts[-1]
-            heard = self._bridge.following(
-                calls,
-                new,
-                ended_by=self._bridge.end_of(said.token_ids),
-                earlier=talk.calls - len(calls),
-            )
+            new = messages_of(messages, name)
+            ids, length = self._next(talk, action, new, name)
         except BurnishError as error:
-            self._fail(talk, answer._replace(error=str(error)))
+            talk.fail(str(error))
             return
-        if len(heard) > self._config.max_reply_tokens or len(heard) >= tokens_left(talk, sampling):
+        if length > self._config.max_reply_tokens or talk.tokens_left(ids, sampling) < 1:
             talk.end = "length"
-            talk.record += map(_unseen, new)
+            record += map(unseen, new)
             return
-        talk.record += [
+        record += [
             {**message, "is_error": True} if note.get("is_error") else message
             for message, note in zip(new, answer.notes, strict=True)
         ]
-        talk.heard = heard
-        talk.ids += heard
+        talk.go_on(ids)
 
-    def _end(self, talk: _Conversation, action: Action, observation: Observation) -> End | None:
+    def _next(
+        self, talk: OpenConversation, action: Action, new: Sequence[Message], name: str
+    ) -> tuple[list[int], int]:
+        """Return the prompt of the next turn, after an answer, and how many of its tokens are the answer's."""
+        if self._config.history == "rendered":
+            talk.messages += new
+            ids = self._bridge.first(talk.before, name, foreign=talk.messages)
+            return ids, self._bridge.length_of(new)
+        calls = [(call.name, dict(call.arguments)) for call in action.calls]
+        heard = self._bridge.following(
+            calls,
+            new,
+            ended_by=self._bridge.end_of(talk.branch.parts[-1].token_ids),
+            earlier=talk.calls - len(calls),
+        )
+        return talk.branch.ids + heard, len(heard)
+
+    def _end(self, talk: OpenConversation, action: Action, observation: Observation) -> End | None:
         """Return why a conversation ends after an answer, by the limits in this order; None if it goes on."""
         config = self._config
         if action.is_cut:
@@ -414,24 +376,36 @@ class Conversations:
             return "turns"
         return "unreadable" if talk.unread > config.max_unreadable_turns else None
 
-    def _fail(self, talk: _Conversation, answer: Answered) -> None:
-        talk.end = "failed"
-        talk.error = f"environment: {answer.error}"
-
-    def _finished(self, talks: Sequence[_Conversation]) -> list[Rollout]:
-        """Return a group's rollouts. Their prompt is what their ids have in common, if environments began otherwise."""
+    def _finished(self, talks: Sequence[OpenConversation]) -> list[Rollout]:
+        """Return a group's rollouts, one of each branch. Their prompt is what their ids have in common, if environments began otherwise."""
         prompt = talks[0].prompt
-        openings = [talk.ids[: talk.opening] for talk in talks]
+        branches = [
+            (talk, number, branch)
+            for talk in talks
+            for number, branch in enumerate(reversed(talk.branches))
+        ]
+        openings = [branch.ids[: branch.opening] for *_, branch in branches]
         shared = _common(openings)
         if shared != prompt.token_ids.tolist():
             text = self._bridge.text_of(shared, special=True)
             prompt = replace(prompt, token_ids=np.array(shared, np.int64), text=text)
         own = [opening[len(shared) :] for opening in openings]
-        return [self._rollout(prompt, *each) for each in zip(talks, own, strict=True)]
+        return [
+            self._rollout(prompt, *each, opening)
+            for each, opening in zip(branches, own, strict=True)
+        ]
 
-    def _rollout(self, prompt: Prompt, talk: _Conversation, opening: Sequence[int]) -> Rollout:
-        first = talk.parts[0].weights_version if talk.parts else 0
-        parts = [*talk.parts]
+    def _rollout(
+        self,
+        prompt: Prompt,
+        talk: OpenConversation,
+        number: int,
+        branch: Branch,
+        opening: Sequence[int],
+    ) -> Rollout:
+        """Return a branch as a rollout. Number 0 has what the whole conversation has."""
+        first = branch.parts[0].weights_version if branch.parts else 0
+        parts = [*branch.parts]
         if opening or not parts:
             parts.insert(0, of_environment(opening, first))
         completion = joined_completions(parts)
@@ -439,20 +413,9 @@ class Conversations:
         stop: StopReason = "length" if is_cut else "stop"
         completion = replace(completion, stop_reason=stop)
         text = self._bridge.text_of(completion.token_ids.tolist())
-        metrics = {
-            **talk.metrics,
-            "turns": float(talk.turns),
-            "calls": float(talk.calls),
-            "failed_calls": float(talk.failed_calls),
-            "calling_turns": talk.calling / max(talk.turns, 1),
-        }
-        rewards = [*talk.turn_rewards, 0.0]  # a turn that the environment failed to answer has none
-        turns = [
-            Turn(part.count_drawn, reward, state)
-            for part, reward, state in zip(talk.parts, rewards, talk.states, strict=False)
-        ]
-        if len(turns) < len(talk.parts):  # an agent took turns that no step of its own rewards
-            turns = []
+        metrics = talk.numbers()
+        if self._config.history == "rendered" or self._config.has_agents:
+            metrics["branches"] = float(len(talk.branches) - 1)
         reward = float(sum(talk.rewards.values()))
         began = completion.times[0] if completion.times else None
         seconds = sum(span.seconds for span in talk.spans if span.kind == "environment")
@@ -465,75 +428,35 @@ class Conversations:
             reward=reward,
             reward_parts=talk.rewards,
             metrics=metrics,
-            turns=tuple(turns),
+            turns=() if number else talk.rewarded_turns(),
             reward_error=talk.error,
-            conversation=tuple(talk.record),
-            spans=tuple(talk.spans),
+            conversation=self._record(talk, branch),
+            spans=() if number else tuple(talk.spans),
             end=talk.end,
+            branch=number,
         )
 
+    def _record(self, talk: OpenConversation, branch: Branch) -> tuple[Mapping[str, Any], ...]:
+        """Return what a branch's rollout says for people: that which stands for the conversation has all of it."""
+        branches = talk.branches if branch is talk.branch else [branch]
+        return tuple(message for each in branches for message in each.record)
 
-def _alike(talks: Sequence[_Conversation]) -> list[list[_Conversation]]:
+
+def _alike(talks: Sequence[OpenConversation]) -> list[list[OpenConversation]]:
     """Group conversations of one prompt that have said the same so far: a generator reads their beginning once."""
-    groups: list[list[_Conversation]] = []
+    groups: list[list[OpenConversation]] = []
     for talk in talks:
         last = groups[-1][-1] if groups else None
         follows = last is not None and talk.key == (last.key[0], last.sample + 1)
-        if last is not None and follows and (talk.turns, talk.ids) == (last.turns, last.ids):
+        if last is not None and follows and _said_so_far(talk) == _said_so_far(last):
             groups[-1].append(talk)
         else:
             groups.append([talk])
     return groups
 
 
-def tokens_left(talk: _Conversation, sampling: Sampling) -> int:
-    """Return how many tokens are left after the row's prompt. What an environment says first counts too, as memory is planned so."""
-    return sampling.max_tokens - (len(talk.ids) - len(talk.prompt.token_ids))
-
-
-def _note(talk: _Conversation, answer: Answered, asked: float) -> None:
-    """Take in how long the environment and its tools took, and which tools failed."""
-    turn = talk.turns - 1
-    began = asked if answer.began is None else answer.began
-    spent = TurnSpan("environment", "environment", turn, began, answer.seconds, answer.error)
-    talk.spans.append(spent)
-    messages = answer.observation.messages if answer.observation else ()
-    for message, note in zip(messages, answer.notes, strict=True):
-        talk.failed_calls += note.get("is_error", False)
-        if "seconds" in note:
-            name = str(message.get("name", "tool"))
-            error = str(message["content"]) if note.get("is_error") else None
-            when = note.get("began", began), note["seconds"]
-            talk.spans.append(TurnSpan("tool", name, turn, *when, error))
-
-
-def _unseen(message: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return an answer for the record that the model does not get, because the conversation has ended. A long one is cut."""
-    content = message["content"]
-    text = content if isinstance(content, str) else json.dumps(content, ensure_ascii=False)
-    cut = len(text) - _UNSEEN_CHARACTERS
-    more = f" … {cut:,} more characters" if cut > 0 else ""
-    return {**message, "content": text[:_UNSEEN_CHARACTERS] + more, "unseen": True}
-
-
-def _named(rewards: Mapping[str, float] | float) -> Mapping[str, float]:
-    return rewards if isinstance(rewards, Mapping) else {"reward": float(rewards)}
-
-
-def _as_ended(talk: _Conversation) -> EndedConversation:
-    messages = tuple(talk.record)
-    rewards = dict(talk.rewards)
-    return EndedConversation(talk.prompt.columns, talk.sample, messages, rewards, str(talk.end))
-
-
-def _state(messages: Sequence[Mapping[str, Any]]) -> int:
-    """Return a digest of what an environment says."""
-    return xxhash.xxh3_64_intdigest(json.dumps(messages, sort_keys=True).encode())
-
-
-def _add(sums: dict[str, float], values: Mapping[str, float]) -> None:
-    for name, value in values.items():
-        sums[name] = sums.get(name, 0.0) + value
+def _said_so_far(talk: OpenConversation) -> tuple[int, list[int]]:
+    return talk.turns, talk.branch.ids
 
 
 def _common(lists: Sequence[Sequence[int]]) -> list[int]:

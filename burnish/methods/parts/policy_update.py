@@ -118,7 +118,7 @@ class PolicyUpdate:
             sums = self._gather(table, own_sums)
             penalties = {n: np.float32(weight) * tokens for n, tokens in estimates.items()}
             mean_kl = float(sums.sum()) / max(int(lengths.sum()), 1)
-            rewards = rewards - weight * sums
+            rewards = rewards - weight * table.summed(sums)
         check_finite(rewards[table.is_scored])
         stats = Stats()
         if kind in BY_TOKEN:
@@ -148,6 +148,7 @@ class PolicyUpdate:
         # Every rank calls the function with all rollouts of the step and gets the same numbers, so nothing is sent
         # back. Only penalties of tokens are spread over ranks, and are gathered if the function asks for them.
         numbers = np.flatnonzero(table.is_scored & (table.rows["branch"] == 0))
+        branches = [table.branches(number) for number in numbers.tolist()]
         no_tokens = np.zeros(0, np.float32)
 
         def gathered_penalties() -> list[Floats]:
@@ -155,7 +156,10 @@ class PolicyUpdate:
             of_all = dict[int, Floats]()
             for share in gather_objects(own, self.engine.layout):
                 of_all |= share or {}
-            return [of_all.get(number, no_tokens) for number in numbers.tolist()]
+            return [
+                np.concatenate([of_all.get(number, no_tokens) for number in each])
+                for each in branches
+            ]
 
         def gathered_turns() -> list[tuple[Turn, ...]]:
             of_all = self._turns(table)
@@ -166,7 +170,7 @@ class PolicyUpdate:
         scored = ScoredRollouts(
             fixed(rewards[numbers]),
             fixed(table.groups[numbers]),
-            fixed(table.lengths[numbers]),
+            fixed(table.summed(table.lengths)[numbers]),
             None if penalties is None else gathered_penalties,
             parts={
                 name: np.where(is_given, values, np.nan)[numbers]
@@ -181,13 +185,12 @@ class PolicyUpdate:
         if isinstance(result, np.ndarray):
             means[numbers] = result
             return means[table.firsts], None
-        means[numbers] = [tokens.mean() if len(tokens) else 0 for tokens in result]
         by_token = [no_tokens] * len(rewards)
-        for number, tokens in zip(numbers.tolist(), result, strict=True):
-            by_token[number] = tokens
-        for number in np.flatnonzero(table.rows["branch"]).tolist():
-            means[number] = means[table.firsts[number]]
-            by_token[number] = np.full(table.lengths[number], means[number])
+        for of_one, tokens in zip(branches, result, strict=True):
+            ends = table.lengths[of_one].cumsum()
+            for number, own in zip(of_one, np.split(tokens, ends[:-1]), strict=True):
+                by_token[number] = own
+                means[number] = own.mean() if len(own) else 0
         return means, by_token
 
     def _estimates(

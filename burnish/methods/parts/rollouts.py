@@ -303,7 +303,9 @@ class GroupSampler:
     def _shaped(self, table: RolloutTable) -> RolloutTable:
         """Add the penalty for long completions to the rewards."""
         limit = self.config.rollout.max_response_length
-        penalties = overlong_penalty(table.lengths, limit, self.config.algorithm.overlong)
+        penalties = overlong_penalty(
+            table.summed(table.lengths), limit, self.config.algorithm.overlong
+        )
         return table.with_rewards(table.rewards + penalties)
 
 

@@ -23,12 +23,13 @@ import numpy as np
 from burnish.config.environment import EnvironmentConfig
 from burnish.data.messages import THOUGHTS, Message, called, messages_of
 from burnish.data.tool_calls import Called
-from burnish.data.turn_bridge import TurnBridge, call_id, prove_bridge, proven_bridge
+from burnish.data.turn_bridge import TurnBridge, prove_bridge, proven_bridge
 from burnish.environments.base import Observation
 from burnish.environments.calls import AgentReply, Answered, Ask, Asking, Key
 from burnish.environments.pool import EnvironmentPool
 from burnish.errors import UsageError
-from burnish.methods.parts.conversations import Conversations, Generate, Measure, tokens_left
+from burnish.methods.parts.conversations import Conversations, Generate, Measure
+from burnish.methods.parts.open_conversation import Branch, OpenConversation
 from burnish.records import Completion, Request, Rollout
 from burnish.records.samples import End, digest_of
 from burnish.records.seeds import derive_seed
@@ -51,18 +52,16 @@ log = logging.getLogger("burnish")
 
 
 @dataclass(slots=True, eq=False)
-class _Branch:
-    """A sequence that grows."""
+class _AskedBranch(Branch):
+    """A branch as an agent knows it."""
 
-    talk: Any
-    """Its tokens, as those of a conversation."""
-    root: int
+    root: int = 0
     """What its draws derive from, beside prompt and sample: 0 if it begins as the row's prompt."""
     tools: str = ""
     """Its tools as JSON text."""
     known: list[Message] = field(default_factory=list)
     """Its messages, as the agent sent and got them; empty if it sent token ids."""
-    calls: list[Called] = field(default_factory=list)
+    last_calls: list[Called] = field(default_factory=list)
     """Those of the last turn."""
     is_asked: bool = False
     """Whether a request waits for its next turn."""
@@ -74,7 +73,7 @@ class _Session:
 
     asks: Sequence[Ask] = ()
     """Those that wait."""
-    branches: list[_Branch] = field(default_factory=list)
+    branches: list[_AskedBranch] = field(default_factory=list)
     begun: Counter[str] = field(default_factory=Counter)
     """How many branches began with the same ids."""
     turns: int = 0
@@ -143,13 +142,13 @@ class Sessions(Conversations):
         others._sessions = {}
         return others
 
-    def _open(self, talk: Any, observation: Observation, sampling: Sampling) -> None:
+    def _open(self, talk: OpenConversation, observation: Observation, sampling: Sampling) -> None:
         self._sessions[talk.key] = _Session()
         self._go_on(talk, observation)
 
     def _say(
         self,
-        talks: Sequence[Any],
+        talks: Sequence[OpenConversation],
         sampling: Sampling,
         generate: Generate,
     ) -> None:
@@ -168,63 +167,71 @@ class Sessions(Conversations):
                     replies.append(AgentReply(placed))
                 else:
                     replies.append(AgentReply())
-                    drawn.append((session, placed, ask, replies, len(replies) - 1))
-        wanted = [_request(branch, ask, sampling) for _, branch, ask, *_ in drawn]
+                    drawn.append((talk, session, placed, ask, replies, len(replies) - 1))
+        wanted = [_request(talk, branch, ask, sampling) for talk, _, branch, ask, *_ in drawn]
         began = time.time()
         completions = (
             [each for group in generate(_merged(wanted)) for each in group] if wanted else []
         )
-        for (session, branch, ask, replies, place), request, said in zip(
+        for (talk, session, branch, ask, replies, place), request, said in zip(
             drawn, wanted, completions, strict=True
         ):
             replies[place] = self._reply(branch, ask, request, said)
-            talk = branch.talk
-            if said.stop_reason == "length" and request.max_tokens == tokens_left(talk, sampling):
+            room = talk.tokens_left(branch.ids, sampling)
+            if said.stop_reason == "length" and request.max_tokens == room:
                 session.limit = "length"
-            self._said(talk, said, began)
+            self._said(talk, branch, said, began)
             branch.is_asked = False
 
-    def _action(self, talk: Any) -> Any:
+    def _action(self, talk: OpenConversation) -> Any:
         return tuple(self._replies[talk.key])
 
-    def _take_in(self, talk: Any, action: Any, answer: Answered, sampling: Sampling) -> None:
+    def _take_in(
+        self, talk: OpenConversation, action: Any, answer: Answered, sampling: Sampling
+    ) -> None:
         assert answer.observation is not None
         self._go_on(talk, answer.observation)
 
-    def _go_on(self, talk: Any, observation: Observation) -> None:
+    def _go_on(self, talk: OpenConversation, observation: Observation) -> None:
         """Take in an agent's next requests, or its end."""
         session = self._sessions[talk.key]
         if isinstance(observation, Asking):
             session.asks = observation.asks
             return
-        self._take_rewards(talk, observation)
+        self._order(talk)
+        talk.earn(observation)
         talk.end = session.limit or "done"
         if not session.branches:
-            talk.end = "failed"
-            talk.error = f"environment: the model said nothing: {session.refusal}"
+            talk.fail(f"the model said nothing: {session.refusal}")
 
-    def _finished(self, talks: Sequence[Any]) -> list[Rollout]:
-        """Return a group's rollouts: of each session all branches, first that in which the model said most."""
-        everyone = []
-        numbers = list[int]()
+    def _finished(self, talks: Sequence[OpenConversation]) -> list[Rollout]:
         for talk in talks:
-            branches = self._sessions.pop(talk.key, _Session()).branches
-            branches = branches or [_Branch(talk, 0)]
-            talk.metrics["branches"] = float(len(branches) - 1)
-            for number, branch in enumerate(sorted(branches, key=_place)):
-                branch.talk.end = talk.end
-                branch.talk.error = talk.error
-                everyone.append(branch.talk)
-                numbers.append(number)
-        rollouts = super()._finished(everyone)
-        return [
-            replace(rollout, branch=number)
-            for rollout, number in zip(rollouts, numbers, strict=True)
-        ]
+            self._order(talk)
+            self._sessions.pop(talk.key, None)
+        return super()._finished(talks)
+
+    def _order(self, talk: OpenConversation) -> None:
+        """Let the branch come last in which the model said most; with histories that are rendered, the longest."""
+        session = self._sessions.get(talk.key, _Session())
+        is_rendered = self._config.history == "rendered"
+
+        def size(branch: _AskedBranch) -> tuple[int, int]:
+            said = sum(part.count_drawn for part in branch.parts)
+            # Which branch began first may depend on time.
+            return len(branch.ids) if is_rendered else said, -branch.root
+
+        if session.branches:
+            ordered = sorted(session.branches, key=size)
+            talk.branches = ordered
+
+    def _record(self, talk: OpenConversation, branch: Branch) -> tuple[Mapping[str, Any], ...]:
+        return tuple(branch.record)
 
     # Requests.
 
-    def _placed(self, talk: Any, session: _Session, ask: Ask, sampling: Sampling) -> _Branch | str:
+    def _placed(
+        self, talk: OpenConversation, session: _Session, ask: Ask, sampling: Sampling
+    ) -> _AskedBranch | str:
         """Return the branch in which a request goes on, with its prompt; or why there is no answer."""
         refusal = self._refusal(ask, sampling)
         if refusal is not None:
@@ -235,9 +242,8 @@ class Sessions(Conversations):
         tools = _text(ask.tools)
         if tools not in self._bridges:
             self._bridges[tools] = self._bridge_of(tools=[dict(tool) for tool in ask.tools])
-        branch = self._continued(session, ask, tools)
         try:
-            ids = self._ids(branch, ask, tools)
+            branch, ids = self._continued(session, ask, tools)
         except UsageError as error:
             return str(error)
         room = sampling.max_tokens - (len(ids) - len(talk.prompt.token_ids))
@@ -252,49 +258,54 @@ class Sessions(Conversations):
         if branch is None:
             branch = self._begun_branch(talk, session, ask, ids)
         else:
-            talk = branch.talk
-            talk.heard = ids[len(talk.ids) :]
-            talk.ids = ids
-            talk.record += self._record_of(ask, len(branch.known), talk.heard)
+            branch.hear(ids)
+            branch.record += self._record_of(ask, len(branch.known), branch.heard)
         branch.known = [*map(dict, ask.messages)]
         branch.is_asked = True
         session.turns += 1
         return branch
 
-    def _continued(self, session: _Session, ask: Ask, tools: str) -> _Branch | None:
-        """Return the longest branch that a request continues."""
+    def _continued(
+        self, session: _Session, ask: Ask, tools: str
+    ) -> tuple[_AskedBranch | None, list[int]]:
+        """Return the longest branch that a request continues, and the ids of its prompt.
 
-        def continues(branch: _Branch) -> bool:
-            if branch.is_asked:
-                return False
-            if ask.token_ids is None:
-                return branch.tools == tools and self._goes_on(branch, ask.messages)
-            return list(ask.token_ids[: len(branch.talk.ids)]) == branch.talk.ids
-
-        branches = filter(continues, session.branches)
-        return max(branches, key=lambda branch: len(branch.talk.ids), default=None)
-
-    def _ids(self, branch: _Branch | None, ask: Ask, tools: str) -> list[int]:
-        """Return the ids of a request's prompt. Raises `UsageError` for messages that the chat template refuses."""
-        if ask.token_ids is not None:
-            strange = [token for token in ask.token_ids if not 0 <= token < self._vocabulary]
-            if strange:
-                raise UsageError(
-                    f"token_ids: the model has no token {strange[0]}",
-                    want=f"ids from 0 to {self._vocabulary - 1}",
-                    do="use the tokenizer of the model that is trained",
-                )
-            return list(ask.token_ids)
+        Raises `UsageError` for messages that the chat template refuses.
+        """
+        free = [branch for branch in session.branches if not branch.is_asked]
         bridge = self._bridges[tools]
-        if branch is None:
-            messages = messages_of(list(ask.messages), "the request")
-            return bridge.first(messages, "the request", foreign=True)
-        new = messages_of(list(ask.messages[len(branch.known) :]), "the request")
-        return branch.talk.ids + bridge.following(
-            branch.calls, new, ended_by=bridge.end_of(branch.talk.ids)
-        )
+        if ask.token_ids is None and self._config.history != "rendered":
+            going_on = [
+                branch
+                for branch in free
+                if branch.tools == tools and self._goes_on(branch, ask.messages)
+            ]
+            if going_on:
+                branch = _longest(going_on)
+                new = messages_of(list(ask.messages[len(branch.known) :]), "the request")
+                ended_by = bridge.end_of(branch.ids)
+                heard = bridge.following(branch.last_calls, new, ended_by=ended_by)
+                return branch, branch.ids + heard
+            free = []
+        ids = self._ids(ask, bridge)
+        going_on = [branch for branch in free if branch.continues_in(ids)]
+        return (_longest(going_on) if going_on else None), ids
 
-    def _goes_on(self, branch: _Branch, messages: Sequence[Mapping[str, Any]]) -> bool:
+    def _ids(self, ask: Ask, bridge: TurnBridge) -> list[int]:
+        """Return the ids of a request's whole prompt."""
+        if ask.token_ids is None:
+            messages = messages_of(list(ask.messages), "the request")
+            return bridge.first((), "the request", foreign=messages)
+        strange = [token for token in ask.token_ids if not 0 <= token < self._vocabulary]
+        if strange:
+            raise UsageError(
+                f"token_ids: the model has no token {strange[0]}",
+                want=f"ids from 0 to {self._vocabulary - 1}",
+                do="use the tokenizer of the model that is trained",
+            )
+        return list(ask.token_ids)
+
+    def _goes_on(self, branch: _AskedBranch, messages: Sequence[Mapping[str, Any]]) -> bool:
         """Return whether messages repeat a branch's own, and then only say what tools and users answer."""
         own = len(branch.known)
         roles = {str(message.get("role")) for message in messages[own:]}
@@ -314,7 +325,9 @@ class Sessions(Conversations):
                 self._proofs.add((branch.tools, role))
         return True
 
-    def _begun_branch(self, talk: Any, session: _Session, ask: Ask, ids: list[int]) -> _Branch:
+    def _begun_branch(
+        self, talk: OpenConversation, session: _Session, ask: Ask, ids: list[int]
+    ) -> _AskedBranch:
         digest = digest_of(np.array(ids, np.int64)).hex()
         nth = session.begun[digest]
         session.begun[digest] += 1
@@ -322,51 +335,30 @@ class Sessions(Conversations):
         # Draws derive from what a branch begins with. So they do not depend on which of an agent's parts asks first.
         root = 0 if is_rows and nth == 0 else derive_seed(nth, "branch", digest)
         if session.branches:
-            talk = replace(talk, parts=[], heard=[], record=[], calls=0, calling=0)
             self._tell(
                 "branch",
                 "an agent's request does not go on from an earlier one, so it begins a branch, which is a sequence of its own; environment/branches counts them",
             )
-        talk.ids = ids
-        talk.opening = len(ids)
-        talk.record += self._record_of(
-            ask, len(ask.messages) if is_rows else 0, () if is_rows else ids
-        )
-        branch = _Branch(talk, root, _text(ask.tools))
+        record = self._record_of(ask, len(ask.messages) if is_rows else 0, () if is_rows else ids)
+        branch = _AskedBranch(ids, len(ids), record=record, root=root, tools=_text(ask.tools))
         session.branches.append(branch)
+        talk.branches = session.branches
         return branch
 
-    def _reply(self, branch: _Branch, ask: Ask, request: Request, said: Completion) -> AgentReply:
-        talk = branch.talk
-        bridge = self._bridges[branch.tools]
+    def _reply(
+        self, branch: _AskedBranch, ask: Ask, request: Request, said: Completion
+    ) -> AgentReply:
         ids = said.token_ids.tolist()
-        turn = bridge.read(ids)
-        text = bridge.text_of(ids)
-        branch.calls = turn.calls
-        calls = tuple(
-            (call_id(number), name, _text(arguments))
-            for number, (name, arguments) in enumerate(turn.calls, talk.calls)
-        )
-        talk.calls += len(calls)
-        talk.calling += bool(calls)
-        called_names = [{"name": name, "arguments": arguments} for name, arguments in turn.calls]
-        problem = {"problem": turn.problem} if turn.problem else {}
-        talk.record.append(
-            {
-                "role": "assistant",
-                "content": text,
-                "calls": called_names,
-                "tokens": len(ids),
-                **problem,
-            }
-        )
+        # Calls are numbered in their branch, so that ids do not depend on which of an agent's parts asks first.
+        turn, text, calls = self._read(branch, self._bridges[branch.tools], ids, branch.calls)
+        branch.last_calls = turn.calls
         reply = AgentReply(
             prompt_token_ids=tuple(request.token_ids.tolist()),
             token_ids=tuple(ids),
             logprobs=tuple(said.logprobs.tolist()),
             content=turn.content if turn.calls or turn.thoughts else text,
             thoughts=turn.thoughts,
-            calls=calls,
+            calls=tuple((call.id, call.name, _text(call.arguments)) for call in calls),
             stop_reason=said.stop_reason,
         )
         if ask.token_ids is None:
@@ -415,14 +407,13 @@ class Sessions(Conversations):
             log.warning("%s", sentence)
 
 
-def _request(branch: _Branch, ask: Ask, sampling: Sampling) -> Request:
-    talk = branch.talk
-    room = tokens_left(talk, sampling)
+def _request(talk: OpenConversation, branch: _AskedBranch, ask: Ask, sampling: Sampling) -> Request:
+    room = talk.tokens_left(branch.ids, sampling)
     return Request(
         talk.key[0],
-        np.array(talk.ids, np.int64),
+        np.array(branch.ids, np.int64),
         first_sample=talk.sample,
-        turn=branch.root + talk.turns,
+        turn=branch.root + len(branch.parts),
         max_tokens=min(room, ask.max_tokens or room),
         prompt=talk.prompt,
     )
@@ -448,9 +439,8 @@ def _alike(request: Request) -> tuple[Any, ...]:
     return request.prompt_key, request.turn, request.max_tokens, request.token_ids.tolist()
 
 
-def _place(branch: _Branch) -> tuple[int, int]:
-    """Order branches by what the model said, whichever began first."""
-    return -sum(part.count_drawn for part in branch.talk.parts), branch.root
+def _longest(branches: Sequence[_AskedBranch]) -> _AskedBranch:
+    return max(branches, key=lambda branch: len(branch.ids))
 
 
 def _text(value: Any) -> str:

@@ -313,7 +313,7 @@ def _write_evaluation(
     """Write `evaluations/N` below `root` as a run's directory. Collective."""
     layout = foundation.layout
     order = table.order
-    rollouts = arriving(table, order, chosen(step, table.rewards, order), layout)
+    rollouts = arriving(table, order, chosen(step, table), layout)
     settings = foundation.config
     texts = None
     if settings.tracking.rollout_tokens and settings.rollout.engine != "openai":

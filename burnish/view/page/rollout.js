@@ -11,7 +11,7 @@ const FILTERS = ["kind", "text", "source", "from_step", "to_step", "prompt", "mi
 // What has a place of its own.
 const KNOWN = new Set([
   "id", "kind", "step", "prompt_index", "sample", "prompt", "completion", "answer", "reward", "reward_parts", "reward_error", "advantage", "stop_reason",
-  "length", "weights_version", "source", "columns", "tokens", "trace", "error", "end", "metrics", "conversation", "later_versions",
+  "length", "weights_version", "source", "columns", "tokens", "trace", "error", "end", "metrics", "conversation", "later_versions", "branch",
 ]), MOST_OF_A_COLUMN = 400;
 const NAMES = {logprobs: "log-prob", advantages: "advantage", old_values: "old value"};
 const ONE_SIDED = ["logprobs", "entropy"], MOST_TOKENS = 4000, SHARED = 24, STRONGEST = 60;
@@ -34,7 +34,7 @@ function columnsOf(row) {
 export async function readRollout(run, id, query) {
   const [row, other] = await Promise.all([id, query.get("beside")].map((each) => each && get("rollout", {run, id: each})));
   const {rows} = await get("rollouts", {run, kind: row.kind, step: row.step, prompt: row.prompt_index, limit: 200});
-  const siblings = rows.sort((a, b) => a.sample - b.sample), next = siblings.find((each) => each.id !== id);
+  const siblings = rows.sort((a, b) => a.sample - b.sample || (a.branch ?? 0) - (b.branch ?? 0)), next = siblings.find((each) => each.sample !== row.sample) ?? siblings.find((each) => each.id !== id);
   const colour = query.get("colour"), arrays = arraysOf({...row.tokens, ...other?.tokens});
   const wanted = arrays.find((name) => colour && name.startsWith(colour)) ?? "";
   const choice = h("select", {onchange: () => replace(changed({colour: choice.value}))}, options([["", "nothing"], ...arrays.map((name) => [name, titleOf(name)])]));
@@ -65,9 +65,9 @@ const titleOf = (name) => NAMES[name] ?? name.replace(/_/g, " ").replace(/s$/, "
 
 function column(row, siblings, to, {wanted, most, shared}) {
   const talk = messagesIn(row), isRaw = here().query.get("raw") === "1";
-  const sample = (each) => h("a", {"aria-current": each.id === row.id && "true", href: to(each), title: `sample ${each.sample}`}, rewardChip(each.reward));
+  const sample = (each) => h("a", {"aria-current": each.id === row.id && "true", href: to(each), title: `sample ${each.sample}${each.branch ? `, branch ${each.branch}: other token ids of the same conversation` : ""}`}, rewardChip(each.reward));
   const facts = [
-    ["sample", row.sample], ["turns", talk.length ? count(talk.filter(({role}) => role === "assistant").length) : null], ["tokens", row.length && count(row.length)], ["ended by", talk.length ? null : row.stop_reason],
+    ["sample", row.sample], ["branch", row.branch], ["turns", talk.length ? count(talk.filter(({role}) => role === "assistant").length) : null], ["tokens", row.length && count(row.length)], ["ended by", talk.length ? null : row.stop_reason],
     ["advantage", row.advantage === undefined || row.advantage === null ? null : short(row.advantage)], ["weights", row.weights_version],
   ].filter(([, value]) => value !== null && value !== undefined);
   const parts = Object.entries(row.reward_parts ?? {}).map(([name, value]) => h("div", h("dt", words(name)), h("dd", rewardChip(value))));
