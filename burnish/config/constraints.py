@@ -119,7 +119,7 @@ _OF_SAMPLING: Sequence[_Constraint] = (
     ("rollout.tensor_parallel", "rollout.engine=vllm|sglang|FILE:NAME", ""),
     ("rollout.servers", "rollout.place=servers", ""),
     ("rollout.engine=sglang", "model.lora.publish=merged", "it loads whole models only"),
-    ("rollout.environment", "rollout.in_flight=false", "a conversation takes its turns in waves"),
+    ("rollout.environment", "rollout.in_flight=false", "no save holds half a conversation"),
     ("rollout.environment.pace=free", "rollout.engine=builtin", "it adds turns to those that run"),
     (
         "rollout.environment.pace=free",

@@ -404,6 +404,8 @@ class TurnBridge:
             messages += [said, *new]
             whole = self._whole(messages, "a conversation")
             if rendered:
+                if self._tokenizer.unk_token_id in said_ids:  # no text can be read from it
+                    return Comparison(turn)
                 text = self.text_of(said_ids)
                 read += [self.message_of(self.read(said_ids), text, earlier), *new]
                 again = self.first(read, "a conversation")
