@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import time
 from typing import Any
 
@@ -35,7 +36,15 @@ class TakeTurns(TrainerCallback):  # type: ignore[misc]  # transformers has no t
         seconds = _now() - self._start
         first = (state.global_step - 1) * self._examples
         numbers = [i % len(self._lengths) for i in range(first, first + self._examples)]
-        self._turns.answer(seconds=seconds, tokens=sum(self._lengths[i] for i in numbers))
+        tokens = sum(self._lengths[i] for i in numbers)
+        self._turns.answer(seconds=seconds, tokens=tokens, peak=peak_bytes())
+
+
+def peak_bytes() -> int:
+    """Return the most memory that this process has held: of its accelerator, or of the host."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def _now() -> float:

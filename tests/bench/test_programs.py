@@ -12,6 +12,7 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from bench.peers import ENVIRONMENTS, Peer
+from bench.preferences import write_pairs
 from bench.words import model_config, write_prompts, write_tokenizer
 
 ROOT = Path(__file__).parents[2]
@@ -52,6 +53,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
     texts = [{"text": "w2 w3 w4 w5 w6"}, {"text": "w7 w8"}] * 8
     (directory / "texts.jsonl").write_text("".join(json.dumps(text) + "\n" for text in texts))
     write_prompts(directory / "prompts.jsonl", 16, 4)
+    write_pairs(directory / "pairs.jsonl", 16, 4)
     return directory
 
 
@@ -60,9 +62,18 @@ def settings_of(name: str, world: Path) -> dict[str, object]:
     common |= {"weights_dtype": "float32", "seed": 0, "checkpointing": False}
     texts = {"texts": str(world / "texts.jsonl"), "examples": 4, "packing": None}
     prompts = {"prompts": str(world / "prompts.jsonl"), "prompts_per_step": 2, "samples": 2}
+    pairs = {
+        "model": {"path": str(world / "model")},
+        "data": {"train": [str(world / "pairs.jsonl")], "shuffle": False},
+        "batch": {"examples": 4, "tokens_per_device": 512},
+        "engine": {"precision": "fp32"},
+        "optim": {"lr": 1e-5},
+    }
     own: dict[str, dict[str, object]] = {
         "hf_sft": texts,
         "hf_step": {"length": 5, "passes": 2, "checkpointing": True},
+        "preferences_own": {"config": pairs, "threads": 1},
+        "trl_dpo": {"pairs": str(world / "pairs.jsonl"), "examples": 4, "precompute": True},
         "trl_sft": texts,
         "trl_grpo": prompts | {"max_tokens": 3, "clock": "wall"},
     }
@@ -75,6 +86,8 @@ def settings_of(name: str, world: Path) -> dict[str, object]:
     [
         ("hf_sft", 18),
         ("hf_step", 20),
+        ("preferences_own", 4),
+        pytest.param("trl_dpo", 4, marks=pytest.mark.contract),
         pytest.param("trl_sft", 18, marks=pytest.mark.contract),
         pytest.param("trl_grpo", 12, marks=pytest.mark.contract),
     ],
