@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from burnish.config.environment import EnvironmentConfig
 from burnish.data.messages import Message, messages_of
-from burnish.data.tool_calls import Called, ParsedTurn
+from burnish.data.tool_calls import Called
 from burnish.data.turn_bridge import TurnBridge, call_id
 from burnish.environments.base import Action, Observation, ToolCall
 from burnish.environments.calls import Answered, Key, TypedRow
@@ -138,7 +138,7 @@ class ChatEnvironment:
         messages += messages_of(opening, "the environment's opening") if opening else []
         for message in messages[-len(opening) :] if opening else ():
             note(f"{message['role']}: {message['content']}")
-        talk.ids = talk.bridge.first(messages, "the conversation", foreign=True)
+        talk.ids = talk.bridge.first((), "the conversation", foreign=messages)
         talk.is_begun = True
 
     def _heard(self, talk: _Talk, action: Action, note: Note) -> list[Message] | None:
@@ -176,30 +176,11 @@ def _read(talk: _Talk, reply: Reply) -> tuple[Action, Message]:
         ToolCall(name, arguments, call_id(number))
         for number, (name, arguments) in enumerate(turn.calls, talk.earlier)
     )
+    said = talk.bridge.message_of(turn, text, talk.earlier)
     talk.ids += reply.ids
     talk.calls = turn.calls
     talk.ended_by = talk.bridge.end_of(reply.ids)
-    return Action(text, turn.content, calls, turn.problem, reply.is_cut), _message(
-        text, turn, calls
-    )
-
-
-def _message(text: str, turn: ParsedTurn, calls: Sequence[ToolCall]) -> Message:
-    if turn.problem or not (calls or turn.thoughts):
-        return {"role": "assistant", "content": text}
-    message: Message = {"role": "assistant", "content": turn.content}
-    if turn.thoughts:
-        message["reasoning_content"] = turn.thoughts
-    if calls:
-        message["tool_calls"] = [
-            {
-                "id": call.id,
-                "type": "function",
-                "function": {"name": call.name, "arguments": dict(call.arguments)},
-            }
-            for call in calls
-        ]
-    return message
+    return Action(text, turn.content, calls, turn.problem, reply.is_cut), said
 
 
 def _show(action: Action, answer: Answered, note: Note) -> None:

@@ -150,7 +150,7 @@ class TurnBridge:
         """Return a turn of the model as a message for the template; `text` is the whole turn, `earlier` the number of calls before it."""
         said: Message = {"role": "assistant", "content": turn.content}
         is_apart = "apart" in self.thoughts
-        if turn.problem:
+        if turn.problem or not (turn.calls or turn.thoughts or _CLOSES in text):
             said["content"] = text
         elif turn.thoughts and is_apart:
             said[self._template.thoughts_key("reasoning_content")] = turn.thoughts
