@@ -112,11 +112,8 @@ class Environment:
 
     def step(self, action: Action) -> Observation:
         """Answer what the model said. By default run the calls; a turn without any ends the conversation."""
-        if action.problem is not None:
-            told = {"role": "tool", "content": f"Error: {action.problem}", "is_error": True}
-            return Observation([told])
-        if not action.calls:
-            return Observation(done=True)
+        if not action.calls or action.problem:
+            return without_calls(action)
         answers = []
         for call in action.calls:
             began = time.time()
@@ -162,6 +159,13 @@ class Environment:
 
     def close(self) -> None:
         """Free what the conversation holds."""
+
+
+def without_calls(action: Action) -> Observation:
+    """Answer a turn without a call to make: tell why it cannot be read, or end the conversation."""
+    if action.problem is None:
+        return Observation(done=True)
+    return Observation([{"role": "tool", "content": f"Error: {action.problem}", "is_error": True}])
 
 
 def _as_json(value: Any) -> str:

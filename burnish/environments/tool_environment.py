@@ -15,6 +15,7 @@ from burnish.environments.base import (
     Message,
     Observation,
     ToolCall,
+    without_calls,
 )
 
 
@@ -31,11 +32,8 @@ class ToolEnvironment(Environment, ABC):
 
     async def step(self, action: Action) -> Observation:  # type: ignore[override]  # as any method may
         """See `Environment.step`."""
-        if action.problem is not None:
-            told = {"role": "tool", "content": f"Error: {action.problem}", "is_error": True}
-            return Observation([told])
-        if not action.calls:
-            return Observation(done=True)
+        if not action.calls or action.problem:
+            return without_calls(action)
         return Observation(await asyncio.gather(*map(self._message, action.calls)))
 
     async def _message(self, call: ToolCall) -> Message:
