@@ -77,9 +77,11 @@ class Score(NamedTuple):
 
 
 class Close(NamedTuple):
-    """Close an environment. It has no answer."""
+    """Close environments. Its answer says that they are closed."""
 
     key: Key
+    """One that no conversation has."""
+    closed: Sequence[Key]
 
 
 class ScoreGroup(NamedTuple):
@@ -91,7 +93,7 @@ class ScoreGroup(NamedTuple):
 
 
 Asked = Begin | Step | Score | ScoreGroup
-"""What has an answer."""
+"""What asks for something."""
 Call = Asked | Close
 
 

@@ -31,6 +31,7 @@ from burnish.environments.calls import (
     Answered,
     Asked,
     Begin,
+    Call,
     Close,
     Described,
     Key,
@@ -116,11 +117,13 @@ class EnvironmentPool:
 
     def end(self, keys: Sequence[Key]) -> None:
         """Close environments."""
+        by_place = defaultdict[int, list[Key]](list)
         for key in keys:
             self._history.pop(key, None)
-            worker = self._workers.get(self._place(key))
-            if worker is not None:
-                worker.send([Close(key)])
+            by_place[self._place(key)].append(key)
+        for place, own in by_place.items():
+            if place in self._workers:
+                self._workers[place].close(own)
 
     def close(self) -> None:
         """End all workers, and what they started."""
@@ -162,14 +165,14 @@ class EnvironmentPool:
     @property
     def is_asked(self) -> bool:
         """Whether calls have no answer yet."""
-        return any(worker.pending for worker in self._workers.values())
+        return any(worker.is_asked for worker in self._workers.values())
 
     def answers(self, check: Check, seconds: float = _CHECK_SECONDS) -> dict[Key, Answered]:
         """Return the answers that come within some seconds, perhaps none."""
         answers = dict[Key, Answered]()
         try:
             check()
-            working = {w.connection: place for place, w in self._workers.items() if w.pending}
+            working = {w.connection: place for place, w in self._workers.items() if w.is_asked}
             ready = wait(working, seconds)
             for connection, place in working.items():
                 self._receive(place, answers, is_there=connection in ready)
@@ -184,23 +187,35 @@ class EnvironmentPool:
         try:
             received = worker.receive(is_there=is_there)
         except (EOFError, OSError, TimeoutError) as error:
-            guilty, *rest = worker.pending.values()
+            guilty, *others = worker.pending.values()
+            # Those that were to be closed are gone with the process.
+            rest = [call for call in others if not isinstance(call, Close)]
             why = self._discard(place, error)
-            log.warning("an environment is lost: %s; a fresh process goes on with the others", why)
+            what = "did not close" if isinstance(guilty, Close) else "is lost"
+            log.warning("an environment %s: %s; a fresh process goes on with the others", what, why)
+            if isinstance(guilty, Close):
+                self._go_on(place, rest, answers)
+                return
             if rest and self._config.has_agents and not isinstance(error, TimeoutError):
                 self._one_by_one(place, (guilty, *rest), answers)
                 return
             answers[guilty.key] = Answered(guilty.key, None, why, self._config.timeout_seconds)
             self._history.pop(guilty.key, None)
-            failures = self._repeat(place)
-            answers |= {key: Answered(key, None, failures[key], 0.0) for key in failures}
-            self._worker(place).ask([call for call in rest if call.key not in failures])
+            self._go_on(place, rest, answers)
             return
         if received is not None:
             call, answer = received
+            if isinstance(call, Close):
+                return
             answers[call.key] = answer
             if answer.observation is not None and not isinstance(call, ScoreGroup):
                 self._history.setdefault(call.key, []).append((call, answer))
+
+    def _go_on(self, place: int, calls: Sequence[Asked], answers: dict[Key, Answered]) -> None:
+        """Make calls again in a fresh process, after what their conversations have done."""
+        failures = self._repeat(place)
+        answers |= {key: Answered(key, None, failures[key], 0.0) for key in failures}
+        self._worker(place).ask([call for call in calls if call.key not in failures])
 
     def _one_by_one(self, place: int, calls: Sequence[Asked], answers: dict[Key, Answered]) -> None:
         """Make calls again that ran at the same time, each alone. That shows which of them ends the process."""
@@ -252,7 +267,7 @@ class EnvironmentPool:
                 return Answered(
                     call.key, None, f"when repeated: {self._discard(place, error)}", 0.0
                 )
-            if received is not None:
+            if received is not None and not isinstance(received[0], Close):
                 return received[1]
 
 
@@ -268,8 +283,9 @@ class _Worker:
     def __init__(self, config: EnvironmentConfig, asked: Literal["", "tools", "rows"] = "") -> None:
         """Start a process, and wait until it has imported the class and told what is asked. Raises `UsageError` if it cannot."""
         self._config = config
-        self.pending: dict[Key, Asked] = {}
+        self.pending: dict[Key, Call] = {}
         """Its calls without an answer, in order."""
+        self._closings = 0
         self.began = time.monotonic()
         self.connection: Connection[Any, Any]
         self.connection, worker_end = Pipe()
@@ -304,7 +320,17 @@ class _Worker:
             )
         self.described: Described = described
 
-    def ask(self, calls: Sequence[Asked]) -> None:
+    @property
+    def is_asked(self) -> bool:
+        """Whether something that was asked has no answer. Nobody waits for closing alone."""
+        return any(not isinstance(call, Close) for call in self.pending.values())
+
+    def close(self, keys: Sequence[Key]) -> None:
+        """Close environments. The deadline is for all of them, and the next calls wait."""
+        self._closings += 1
+        self.ask([Close((-1, self._closings), keys)])
+
+    def ask(self, calls: Sequence[Call]) -> None:
         """Send calls. Each has the time limit from the answer before it."""
         if calls:
             if not self.pending:
@@ -316,7 +342,7 @@ class _Worker:
         with suppress(OSError):  # `receive` finds that the process has ended
             self.connection.send(message)
 
-    def receive(self, *, is_there: bool) -> tuple[Asked, Answered] | None:
+    def receive(self, *, is_there: bool) -> tuple[Call, Answered] | None:
         """Return a call and its answer if it is there, or None. Raises `TimeoutError`, or `EOFError` or `OSError` if the process died."""
         if is_there:
             answer = self._read()

@@ -168,9 +168,10 @@ def serve(
     waiting = []
     for call in calls:
         if isinstance(call, Close):
-            environment = environments.pop(call.key, None)
-            if environment is not None:
-                _closed(environment, runner)
+            for key in call.closed:
+                if key in environments:
+                    _closed(environments.pop(key), runner)
+            send(Answered(call.key, None, None, 0.0))
             continue
         began = time.monotonic()
         try:

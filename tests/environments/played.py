@@ -73,7 +73,7 @@ class Pool:
 
     def end(self, keys: Sequence[Key]) -> None:
         """Close environments."""
-        self.ask([Close(key) for key in keys])
+        self.ask([Close((-1, 0), keys)])
 
 
 def pool_of(**settings: Any) -> Pool:

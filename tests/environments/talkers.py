@@ -107,6 +107,22 @@ class Counting(burnish.Environment):
         )
 
 
+class Clinging(Counting):
+    """Does not close after a wrong word."""
+
+    def step(self, action):
+        """Note the word."""
+        self.word = action.text
+        return super().step(action)
+
+    def close(self):
+        """Hang or die."""
+        if self.word == "cling":
+            time.sleep(1000)
+        if self.word == "drop":
+            os._exit(3)
+
+
 class Forgetful(Counting):
     """Does not repeat: its answers hold the process's id."""
 

@@ -64,6 +64,20 @@ def test_a_lost_process_costs_one_conversation_only(how, timeout):
         assert contents(say(pool, "a")) == ["3"]
 
 
+@pytest.mark.parametrize(
+    ("how", "timeout"), [("drop", 60.0), pytest.param("cling", 10.0, marks=pytest.mark.nightly)]
+)
+def test_an_environment_that_does_not_close_costs_no_conversation(how, timeout):
+    with pool_of("Clinging", first=0, timeout_seconds=timeout) as pool:
+        pool.begin({key: ({}, 7) for key in KEYS})
+        assert contents(say(pool, "a", "b", "c", how)) == ["1"] * 4
+        pool.end(KEYS[3:])
+        pool.end(KEYS[2:3])
+        assert contents(say(pool, "a", "b")) == ["2", "2"]
+        pool.end(KEYS[1:2])
+        assert contents(say(pool, "a")) == ["3"]
+
+
 def test_what_a_tool_started_in_a_session_of_its_own_ends_with_its_process():
     with begun() as pool:
         (pid,) = contents(say(pool, "leave"))
