@@ -164,6 +164,10 @@ class Method(ABC):
             do="add it, or run without a plan",
         )
 
+    def functions(self, config: RunConfig) -> Sequence[str]:
+        """Return the functions of one's own that its settings name. A run goes on only with the files that it began with."""
+        return ()
+
     def dry_runs(self, config: RunConfig) -> Iterator[Callable[[], object]]:
         """Yield what a dry run loads besides model, data and rewards, such as functions that settings name."""
         yield from ()

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid, relu
 
 from burnish.algorithms.aggregation import loss_lengths
-from burnish.config.preferences import PreferenceSettings
+from burnish.config.preferences import PairLossSettings, PreferenceSettings
 from burnish.extend import ANSWER_LOSSES, PREFERENCE_LOSSES
 from burnish.functions import load_function
 from burnish.records import MicroBatch, TokenOutputs
@@ -40,39 +40,39 @@ class Side:
         """[P] log π per token."""
         return self.logprobs / self.lengths
 
-    def rewards(self, settings: PreferenceSettings) -> Tensor:
+    def rewards(self, settings: PairLossSettings) -> Tensor:
         """[P] the implicit rewards β r."""
         ratios = self.logprobs - self.reference
         return settings.beta * (ratios / self.lengths if settings.length_normalized else ratios)
 
 
-PairLoss = Callable[[Side, Side, PreferenceSettings], Tensor]
+PairLoss = Callable[[Side, Side, PairLossSettings], Tensor]
 """Takes the chosen and the rejected answers; returns the losses, [P]."""
 
 
-def sigmoid(chosen: Side, rejected: Side, settings: PreferenceSettings) -> Tensor:
+def sigmoid(chosen: Side, rejected: Side, settings: PairLossSettings) -> Tensor:
     """-log σ(β (r_c - r_l) - m) (DPO, arXiv 2305.18290, equation 7), with label smoothing ε as in cDPO. m is the row's margin (2402.10571)."""
     return _smoothed(_margin(chosen, rejected, settings) - chosen.labels, settings)
 
 
-def ipo(chosen: Side, rejected: Side, settings: PreferenceSettings) -> Tensor:
+def ipo(chosen: Side, rejected: Side, settings: PairLossSettings) -> Tensor:
     """(r_c/|c| - r_l/|l| - 1/(2β))² (IPO, arXiv 2310.12036, equation 17, per token as its authors and TRL have it)."""
     ratios = [(each.logprobs - each.reference) / each.lengths for each in (chosen, rejected)]
     return (ratios[0] - ratios[1] - 1 / (2 * settings.beta)) ** 2
 
 
-def hinge(chosen: Side, rejected: Side, settings: PreferenceSettings) -> Tensor:
+def hinge(chosen: Side, rejected: Side, settings: PairLossSettings) -> Tensor:
     """max(0, 1 - β (r_c - r_l) + m) (SLiC, arXiv 2305.10425, as arXiv 2309.06657 normalizes it). m is the row's margin."""
     return relu(1 - _margin(chosen, rejected, settings) + chosen.labels)
 
 
-def simpo(chosen: Side, rejected: Side, settings: PreferenceSettings) -> Tensor:
+def simpo(chosen: Side, rejected: Side, settings: PairLossSettings) -> Tensor:
     """-log σ(β (log π(c)/|c| - log π(l)/|l|) - γ - m) (SimPO, arXiv 2405.14734, equation 6). It takes no reference. m is the row's margin."""
     margin = settings.beta * (chosen.means - rejected.means)
     return _smoothed(margin - settings.simpo_gamma - chosen.labels, settings)
 
 
-def orpo(chosen: Side, rejected: Side, settings: PreferenceSettings) -> Tensor:
+def orpo(chosen: Side, rejected: Side, settings: PairLossSettings) -> Tensor:
     """-log σ(log odds(c) - log odds(l)), odds = p/(1-p), log p = log π/|y| (ORPO, arXiv 2403.07691, equation 7).
 
     The paper's λ is its weight beside `nll`. It takes no reference.
@@ -84,26 +84,26 @@ def orpo(chosen: Side, rejected: Side, settings: PreferenceSettings) -> Tensor:
     return -logsigmoid(odds[0] - odds[1])
 
 
-def apo_zero(chosen: Side, rejected: Side, settings: PreferenceSettings) -> Tensor:
+def apo_zero(chosen: Side, rejected: Side, settings: PairLossSettings) -> Tensor:
     """1 - σ(β r_c) + σ(β r_l): chosen up, rejected down (APO, arXiv 2408.06266, equation 7)."""
     rewards = [torch.sigmoid(each.rewards(settings)) for each in (chosen, rejected)]
     return 1 - rewards[0] + rewards[1]
 
 
-def apo_down(chosen: Side, rejected: Side, settings: PreferenceSettings) -> Tensor:
+def apo_down(chosen: Side, rejected: Side, settings: PairLossSettings) -> Tensor:
     """σ(β r_c) + 1 - σ(β (r_c - r_l)): both down, rejected more (APO, arXiv 2408.06266, equation 8)."""
     margin = _margin(chosen, rejected, settings)
     return torch.sigmoid(chosen.rewards(settings)) + 1 - torch.sigmoid(margin)
 
 
-def robust(chosen: Side, rejected: Side, settings: PreferenceSettings) -> Tensor:
+def robust(chosen: Side, rejected: Side, settings: PairLossSettings) -> Tensor:
     """[-(1-ε) log σ(x) + ε log σ(-x)] / (1-2ε), x = β (r_c - r_l) - m (rDPO, arXiv 2403.00409, equation 11). m is the row's margin."""
     margin = _margin(chosen, rejected, settings) - chosen.labels
     noise = settings.label_smoothing
     return (-(1 - noise) * logsigmoid(margin) + noise * logsigmoid(-margin)) / (1 - 2 * noise)
 
 
-def nll(chosen: Side, rejected: Side, settings: PreferenceSettings) -> Tensor:
+def nll(chosen: Side, rejected: Side, settings: PairLossSettings) -> Tensor:
     """-log π(c)/|c|: supervised fine-tuning on the chosen answers, each of the same weight (RPO, arXiv 2404.19733)."""
     return -chosen.means
 
@@ -119,18 +119,18 @@ def kto(answers: Side, kl: float, settings: PreferenceSettings) -> Tensor:
     return weights * torch.sigmoid(-signs * (answers.rewards(settings) - settings.beta * kl))
 
 
-def _margin(chosen: Side, rejected: Side, settings: PreferenceSettings) -> Tensor:
+def _margin(chosen: Side, rejected: Side, settings: PairLossSettings) -> Tensor:
     """β (r_c - r_l), [P]."""
     return chosen.rewards(settings) - rejected.rewards(settings)
 
 
-def _smoothed(margin: Tensor, settings: PreferenceSettings) -> Tensor:
+def _smoothed(margin: Tensor, settings: PairLossSettings) -> Tensor:
     noise = settings.label_smoothing
     return -(1 - noise) * logsigmoid(margin) - noise * logsigmoid(-margin)
 
 
 def pair_loss(
-    settings: PreferenceSettings,
+    settings: PairLossSettings,
 ) -> Callable[[TokenOutputs, MicroBatch], tuple[Tensor, Stats]]:
     """Return the sum of `settings.loss`, each with its weight, over the pairs of the global batch.
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from pydantic import Field
 
 from burnish.config.section import Section
@@ -41,11 +43,11 @@ class PairSettings(Section):
         return False
 
 
-class PreferenceSettings(PairSettings):
-    """How a policy learns from pairs: `burnish dpo`."""
+class PairLossSettings(Section):
+    """The loss of a pair of answers."""
 
     loss: dict[str, float] = {"sigmoid": 1.0}
-    """Weights of the losses to add, by name: sigmoid (DPO), ipo, hinge, simpo, orpo, apo_zero, apo_down, robust, nll (the chosen answer's log-likelihood), or file.py:function. kto stands alone: it learns from single answers that are labelled as desirable or not, and takes pairs as two of them."""
+    """Weights of the losses to add, by name: sigmoid (DPO), ipo, hinge, simpo, orpo, apo_zero, apo_down, robust, nll (the chosen answer's log-likelihood), or file.py:function. With burnish dpo, kto stands alone: it learns from single answers that are labelled as desirable or not, and takes pairs as two of them."""
     beta: float = Field(0.1, gt=0)
     """How much a preference weighs against staying near the reference. SimPO's is 2 to 2.5."""
     length_normalized: bool = False
@@ -54,6 +56,18 @@ class PreferenceSettings(PairSettings):
     """The share of pairs whose sides are taken to be mixed up: sigmoid and simpo (cDPO), robust."""
     simpo_gamma: float = Field(0.5, ge=0)
     """The margin that simpo wants."""
+
+
+class OnlineSettings(PairLossSettings):
+    """How a policy learns from pairs that it draws: `burnish online-dpo`."""
+
+    reference: Literal["initial", "none"] = "initial"
+    """The policy that the model stays near. initial: the model that training starts from; with a fresh adapter, the model without it. none: for losses that take none, such as simpo and orpo."""
+
+
+class PreferenceSettings(PairLossSettings, PairSettings):
+    """How a policy learns from pairs: `burnish dpo`."""
+
     desirable_weight: float = Field(1.0, gt=0)
     """The weight of desirable answers: kto. With many more of one kind, let weight times number be about equal, up to 1.33 times for the desirable ones."""
     undesirable_weight: float = Field(1.0, gt=0)

@@ -15,12 +15,12 @@ from burnish.config.foreign_names import (
 )
 from burnish.config.keys import is_default, known_keys, plain_name
 
-_PREFERENCES = (
-    "Burnish does not train on preferences; burnish sft data.completion_column=chosen trains on the "
-    "chosen answers, and burnish rl on a reward"
-)
 METHODS_ELSEWHERE: Mapping[str, str] = {
-    **dict.fromkeys(("dpo", "ipo", "kto", "orpo", "simpo"), _PREFERENCES),
+    **{
+        name: f"write burnish dpo with method.loss={{{name}: 1.0}}"
+        for name in ("ipo", "kto", "orpo", "simpo")
+    },
+    **dict.fromkeys(("raft", "rejection"), "write burnish rejection-sampling"),
     "grpo": "write burnish rl, whose default is GRPO",
     "ppo": "write burnish rl with algorithm.advantage=gae, which trains a critic",
     "train": "write burnish sft or burnish rl",

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from burnish.config.preferences import PreferenceSettings
+from burnish.config.preferences import PairLossSettings, PreferenceSettings
 from burnish.config.schema import RunConfig
 from burnish.errors import BurnishError, MissingError, UsageError, count_text
 from burnish.extend import ANSWER_LOSSES, PREFERENCE_LOSSES
@@ -34,6 +34,40 @@ _WITHOUT_REFERENCE = ("simpo", "orpo", "nll")
 _WITH_MARGIN = ("sigmoid", "hinge", "robust", "simpo")
 """Losses that take the margin of a row."""
 _log = logging.getLogger(__name__)
+
+
+def loss_problems(
+    losses: Mapping[str, float], known: Collection[str], reference: str
+) -> Iterator[BurnishError]:
+    """Yield why these losses do not exist or lack a reference."""
+    for name in losses:
+        if name not in known and ":" not in name:
+            yield UsageError(
+                f"method.loss: there is no preference loss {name}",
+                want=f"{', '.join(known)}, or file.py:function",
+                do=did_you_mean(name, known) or "correct method.loss",
+            )
+        elif reference == "none" and name not in _WITHOUT_REFERENCE and ":" not in name:
+            yield UsageError(
+                f"method.loss: {name} compares the model with a reference",
+                have="method.reference: none",
+                want=f"a reference, or {', '.join(_WITHOUT_REFERENCE)}",
+                do="remove method.reference",
+            )
+    if not losses:
+        yield UsageError(
+            "method.loss names no loss",
+            want="at least one",
+            do="remove method.loss, for sigmoid",
+        )
+
+
+def loss_text(settings: PairLossSettings) -> str:
+    """Return the weighted losses and beta in words."""
+    losses = (
+        name if weight == 1 else f"{weight:g} {name}" for name, weight in settings.loss.items()
+    )
+    return f"{' + '.join(losses)}, beta {settings.beta:g}"
 
 
 class DPO(PairMethod):
@@ -78,31 +112,9 @@ class DPO(PairMethod):
         yield from super().problems(config)
         settings = self.settings(config)
         known = {**PREFERENCE_LOSSES, **ANSWER_LOSSES}
-        for name in settings.loss:
-            if name not in known and ":" not in name:
-                yield UsageError(
-                    f"method.loss: there is no preference loss {name}",
-                    want=f"{', '.join(known)}, or file.py:function",
-                    do=did_you_mean(name, known) or "correct method.loss",
-                )
-            elif (
-                settings.reference == "none" and name not in _WITHOUT_REFERENCE and ":" not in name
-            ):
-                yield UsageError(
-                    f"method.loss: {name} compares the model with a reference",
-                    have="method.reference: none",
-                    want=f"a reference, or {', '.join(_WITHOUT_REFERENCE)}",
-                    do="remove method.reference",
-                )
+        yield from loss_problems(settings.loss, known, settings.reference)
         if settings.reference_path is not None:
             yield from self._problems_of_path(config, settings.reference_path)
-        if not settings.loss:
-            yield UsageError(
-                "method.loss names no loss",
-                want="at least one",
-                do="remove method.loss, for sigmoid",
-            )
-
         if settings.is_of_answers:
             yield from self._problems_of_answers(config)
 
@@ -153,7 +165,7 @@ class DPO(PairMethod):
             )
 
     def functions(self, config: RunConfig) -> Sequence[str]:
-        """See `OfflineMethod.functions`."""
+        """See `Method.functions`."""
         return [name for name in self.settings(config).loss if ":" in name]
 
     def facts(self, config: RunConfig) -> Iterator[tuple[str, str]]:
@@ -163,10 +175,7 @@ class DPO(PairMethod):
             yield "step", count_text(config.batch.examples, "row")
         else:
             yield from super().facts(config)
-        losses = (
-            name if weight == 1 else f"{weight:g} {name}" for name, weight in settings.loss.items()
-        )
-        yield "loss", f"{' + '.join(losses)}, beta {settings.beta:g}"
+        yield "loss", loss_text(settings)
 
     def dataset(
         self,

@@ -80,10 +80,6 @@ class OfflineMethod(Method):
 
     # A step.
 
-    def functions(self, config: RunConfig) -> Sequence[str]:
-        """Return the functions of one's own that its settings name. A run goes on only with the files that it began with."""
-        return ()
-
     def keeps_start(self, config: RunConfig) -> bool:
         """Return whether the model that training starts from is kept, frozen, beside the one that is trained."""
         return False

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from burnish.config.constraints import (
     formula_notices,
@@ -40,8 +40,13 @@ class RL(Method):
     title = "reinforcement learning"
     help = "Train a model by reinforcement learning. The same command again resumes the run."
     generates = True
-    unread = ("batch.examples", "data.completion_column", "data.text_column", "data.max_length")
-    card = (
+    unread: ClassVar[Sequence[str]] = (
+        "batch.examples",
+        "data.completion_column",
+        "data.text_column",
+        "data.max_length",
+    )
+    card: ClassVar[Sequence[str]] = (
         "algorithm.advantage",
         "algorithm.policy_loss",
         "algorithm.kl.coef",
@@ -139,6 +144,13 @@ class RL(Method):
         return prompt_dataset(foundation, paths, setting, first, pool, progress)
 
     # A step.
+
+    in_pairs: ClassVar[bool] = False
+    """Whether `select` leaves two rollouts of a prompt, a pair that shares a micro-batch, the better one first."""
+
+    def keeps_start(self, config: RunConfig) -> bool:
+        """Return whether the loss needs `ref_logprobs`, those of the model that training starts from."""
+        return False
 
     def select(self, config: RunConfig, groups: RolloutTable) -> RolloutTable:
         """Return a step's rollouts, with the reward NaN where the update shall not learn from one.

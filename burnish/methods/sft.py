@@ -78,7 +78,7 @@ class SFT(OfflineMethod):
         return dataset
 
     def functions(self, config: RunConfig) -> Sequence[str]:
-        """See `OfflineMethod.functions`."""
+        """See `Method.functions`."""
         name = self.settings(config).loss
         return [name] if ":" in name else []
 

@@ -11,7 +11,7 @@ from burnish.config.schema import RunConfig
 from burnish.errors import UsageError, refusing
 from burnish.method import Method
 
-_NAMES = ("sft", "dpo", "rm", "rl", "eval")
+_NAMES = ("sft", "dpo", "rm", "rl", "online-dpo", "rejection-sampling", "eval")
 
 
 @cache
@@ -33,6 +33,14 @@ def _builtin(name: str) -> Method:
             from burnish.methods.rl import RL
 
             return RL()
+        case "online-dpo":
+            from burnish.methods.online_dpo import OnlineDPO
+
+            return OnlineDPO()
+        case "rejection-sampling":
+            from burnish.methods.rejection_sampling import RejectionSampling
+
+            return RejectionSampling()
         case "eval":
             from burnish.methods.evaluation import Evaluation
 

@@ -15,7 +15,7 @@ def script(capsys: pytest.CaptureFixture[str]) -> str:
 
 def test_bash_completes_commands_options_and_settings(script: str) -> None:
     typed = [
-        (["r"], "rm rl run runs"),
+        (["r"], "rm rl rejection-sampling run runs"),
         (["config", "sh"], "show"),
         (["rl", "rollout.n"], "rollout.n="),
         (["rl", "x.yaml", "--dry"], "--dry-run"),

@@ -14,7 +14,7 @@ from functools import partial
 
 import torch
 
-from burnish.algorithms.base import Advantage, load_advantage
+from burnish.algorithms.base import load_advantage
 from burnish.algorithms.kl import adapted
 from burnish.algorithms.schedule import learning_rate
 from burnish.checkpoint.write_plan import MAIN
@@ -56,7 +56,6 @@ def train(method: RL, config: RunConfig, layout: Layout, device: torch.device) -
         )
         spans = session.spans
         progress = session.progress
-        advantage = load_advantage(config.algorithm.advantage)
         loss = method.loss(config)
         with progress.phase("setup", 4) as bar:
             card = model_card(method, config)
@@ -74,10 +73,15 @@ def train(method: RL, config: RunConfig, layout: Layout, device: torch.device) -
             total = config.steps or loader.takes(size, config.epochs)
             formula = config.algorithm, local.reward.functions
             fingerprints = Fingerprints.of(
-                foundation.tokenizer, dataset, local.model.path, *formula, method=method.source
+                foundation.tokenizer,
+                dataset,
+                local.model.path,
+                *formula,
+                method=method.source,
+                functions=method.functions(config),
             )
             run, update, judge, engines = _models(
-                foundation, session, fingerprints, total, loader.epoch_steps(size), advantage
+                foundation, session, fingerprints, total, loader.epoch_steps(size), method
             )
             # The models are loaded before the loader knows its place: only the step that was loaded says which rows come next.
             loader.state = run.state.cursor
@@ -162,10 +166,11 @@ def _models(
     fingerprints: Fingerprints,
     total_steps: int,
     epoch_steps: Fraction,
-    advantage: Advantage | None,
+    method: RL,
 ) -> tuple[Run, PolicyUpdate, Judge | None, Sequence[Engine]]:
     """Load the models. Return the run, its update, its reward models, and the engines of policy, critic, reference and teachers."""
     config = foundation.config
+    advantage = load_advantage(config.algorithm.advantage)
     engine = make_run_engine(foundation, config.optim)
     learners: dict[str, Learner] = {MAIN: Learner(engine, foundation)}
     critic = None
@@ -182,7 +187,7 @@ def _models(
         judge = load_judge(foundation, engine)
     engines = [each.engine for each in learners.values()]
     reference = None
-    if config.algorithm.kl.coef > 0:
+    if config.algorithm.kl.coef > 0 or method.keeps_start(config):
         initial = load_start(foundation, engine, session.intact)
         reference = partial(initial.forward, adapter=initial is not engine)
         engines += [initial] if initial is not engine else []
@@ -193,5 +198,7 @@ def _models(
         teachers = load_teachers(foundation, engine, session.intact)
         engines += teachers.engines
     costs = foundation.costs
-    update = PolicyUpdate(engine, reference, critic, costs, config, advantage, teachers)
+    update = PolicyUpdate(
+        engine, reference, critic, costs, config, advantage, teachers, method.in_pairs
+    )
     return run, update, judge, engines

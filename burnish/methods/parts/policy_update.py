@@ -71,6 +71,8 @@ class PolicyUpdate:
     """The function that `algorithm.advantage` names; None if critic or tokens decide."""
     teachers: Any = None
     """A `burnish.methods.parts.distillation.Teachers`; None without distillation."""
+    in_pairs: bool = False
+    """Whether a group's rollouts are a pair that shares a micro-batch, the better one first."""
 
     def minibatches(self, table: RolloutTable) -> list[Batch]:
         """Divide the groups evenly into the step's mini-batches. Collective.
@@ -78,6 +80,8 @@ class PolicyUpdate:
         Rollouts without a reward or without a trained token are left out, and so are mini-batches that would be empty.
         """
         trained = np.flatnonzero(self._trained(table))
+        if self.in_pairs:
+            trained = trained[np.lexsort((-table.rewards[trained], table.groups[trained]))]
         # Groups are divided, not rollouts: the rollouts of a group share a prompt, which a micro-batch computes once.
         groups = np.unique(table.groups[table.is_scored])
         parts = np.array_split(groups, self.config.batch.minibatches)
@@ -86,7 +90,7 @@ class PolicyUpdate:
         is_old = self.config.algorithm.old_logprobs == "rollout"
         column = "old_logprobs" if is_old else "sampled_logprobs"
         return [
-            self._batch(table, numbers, column)
+            self._batch(table, numbers, column, self.in_pairs)
             for numbers in np.split(trained, cuts)
             if len(numbers)
         ]
@@ -408,7 +412,13 @@ class PolicyUpdate:
         lengths = table.sequence_lengths[numbers]
         return Outlines(lengths, starts, trained, digests[prompts], columns)
 
-    def _batch(self, table: RolloutTable, numbers: Column, column: str | None = None) -> Batch:
+    def _batch(
+        self,
+        table: RolloutTable,
+        numbers: Column,
+        column: str | None = None,
+        in_pairs: bool = False,
+    ) -> Batch:
         """Return this rank's part of a batch of rollouts. Collective."""
         layout = self.engine.layout
         owners = table.owners[numbers]
@@ -422,6 +432,7 @@ class PolicyUpdate:
             temperature=self.config.rollout.temperature,
             outlines=outlines,
             owners=owners,
+            together=[2] * (len(numbers) // 2) if in_pairs else None,
         )
         rollout_of = np.append(numbers, -1)  # number examples as their rollouts; filler stays -1
         examples = tuple(tuple(rollout_of[[*micro]].tolist()) for micro in batch.examples)
