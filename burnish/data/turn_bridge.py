@@ -85,7 +85,7 @@ class TurnBridge:
                 do="set model.chat_template to a Jinja file",
             )
         self._form = form_of(self._template) if tools else None
-        self._has_schema = bool(tools) and getattr(tokenizer, "response_template", None) is not None
+        self._has_schema = getattr(tokenizer, "response_template", None) is not None
         if tools and not self._template.reads("tools"):
             raise UsageError(
                 "the chat template has no place for tools",
@@ -99,6 +99,26 @@ class TurnBridge:
                 have="a probe call that no form reads back",
                 want=f"one of {', '.join(form.name for form in FORMS)}, or a response_template in tokenizer_config.json",
                 do="set model.chat_template to a template of one of them",
+            )
+        if self._has_schema:
+            self._require_schema()
+
+    def _require_schema(self) -> None:
+        """Raise `UsageError` unless the tokenizer's `response_template` reads the turn that the chat template writes."""
+        asked: list[Called] = [(_name(tool), {}) for tool in self._tools[:1]]
+        _, calls, whole = self._said([_ASKED], asked, _SAID, "", "none", 0)
+        if not whole.startswith(self._opening):
+            return  # no model could say it
+        spoken = whole[len(self._opening) :]
+        marks = _places(spoken, self._stop_texts)
+        spoken = spoken[: min(marks)[1]] if marks else spoken
+        turn = parse_by_schema(self._tokenizer, spoken, self._opening, self._tools)
+        if turn.problem or turn.calls != [*calls] or turn.content not in (_SAID, ""):
+            raise UsageError(
+                "the tokenizer's response_template does not read what the chat template writes",
+                have=turn.problem or f"{turn.content!r:.100} and the calls {turn.calls}",
+                want=f"{_SAID!r} and the calls {[*calls]} of {spoken!r:.300}",
+                do="correct response_template in tokenizer_config.json, or remove it",
             )
 
     @cached_property
@@ -150,7 +170,7 @@ class TurnBridge:
         """Return a turn of the model as a message for the template; `text` is the whole turn, `earlier` the number of calls before it."""
         said: Message = {"role": "assistant", "content": turn.content}
         is_apart = "apart" in self.thoughts
-        if turn.problem or not (turn.calls or turn.thoughts or _CLOSES in text):
+        if turn.problem:
             said["content"] = text
         elif turn.thoughts and is_apart:
             said[self._template.thoughts_key("reasoning_content")] = turn.thoughts
@@ -465,8 +485,12 @@ class TurnBridge:
         return spoken + text[slice(*min(marks))]
 
     def _some_calls(self, rng: random.Random) -> list[Called]:
+        # The names are not those of a schema, whose types would say how a text is read.
         return [
-            (_name(rng.choice(self._tools)), {"a": _some(rng), "b": rng.randint(0, 99)})
+            (
+                _name(rng.choice(self._tools)),
+                {"qzjxtext": _some(rng), "qzjxcount": rng.randint(0, 99)},
+            )
             for _ in range(rng.randint(1, 2))
         ]
 

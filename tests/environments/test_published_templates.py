@@ -340,11 +340,52 @@ def test_a_response_template_of_the_tokenizer_reads_calls():
         },
     }
     bridge = TurnBridge(tokenizer, DataConfig(), [MULTIPLY], ends)
+    assert bridge.read(ends) == ("", "", [], None)
     text = 'I look.<tool_call>{"name": "multiply", "arguments": {"a": 3, "b": 4}}</tool_call>'
     turn = bridge.read([*tokenizer(text, add_special_tokens=False)["input_ids"], *ends])
     assert turn == ("I look.", "", [("multiply", {"a": 3, "b": 4})], None)
     cut = bridge.read(tokenizer(text[:-20], add_special_tokens=False)["input_ids"])
     assert cut.problem is not None
+
+    tokenizer.response_template["fields"]["tool_calls"]["open"] = "<calls>"
+    with pytest.raises(UsageError, match="response_template"):
+        TurnBridge(tokenizer, DataConfig(), [MULTIPLY], ends)
+
+
+@pytest.mark.parametrize("role", by_day(["tool", "user"], ["tool"]))
+def test_a_response_template_proves_a_template_of_channels(role):
+    """Without it, gpt-oss is refused (`NOT_RENDERED`)."""
+    tokenizer, ends = published_tokenizer("gpt-oss")
+    start = r"(?:<\|start\|>assistant)?"
+    function = {"name": "{name}", "arguments": "{content}"}
+    tokenizer.response_template = {
+        "defaults": {"role": "assistant"},
+        "start_anchor": "<|start|>assistant",
+        "fields": {
+            "thinking": {
+                "open": "<|channel|>analysis<|message|>",
+                "close": "<|end|>",
+                "content": "text",
+            },
+            "tool_calls": {
+                "open_pattern": start
+                + r" to=functions\.(?P<name>[\w.-]+)<\|channel\|>commentary json<\|message\|>",
+                "close": "<|call|>",
+                "repeats": True,
+                "content": "json",
+                "transform": {"type": "function", "function": function},
+            },
+            "content": {
+                "open_pattern": start + r"<\|channel\|>final<\|message\|>",
+                "close_pattern": r"<\|(?:return|end)\|>",
+                "content": "text",
+            },
+        },
+    }
+    tools = [MULTIPLY] if role == "tool" else []
+    bridge = TurnBridge(tokenizer, DataConfig(), tools, ends)
+    prove_bridge(bridge, role, rendered=True)
+    assert all(bridge.compare(role, each, rendered=True).turns for each in bridge.thoughts)
 
 
 @pytest.mark.parametrize("name", by_day(WITH_TOOLS, ["qwen3-coder"]))
