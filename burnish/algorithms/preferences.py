@@ -204,6 +204,18 @@ def reward_loss(center: float) -> Callable[[TokenOutputs, MicroBatch], tuple[Ten
     return bradley_terry
 
 
+def implicit_rewards(
+    settings: PreferenceSettings,
+) -> Callable[[TokenOutputs, MicroBatch], Tensor]:
+    """Return a function that returns β r of each sequence of a micro-batch, [S]."""
+    return lambda outputs, micro: Side(*_columns(outputs.logprobs, micro)).rewards(settings)
+
+
+def values_after_texts(outputs: TokenOutputs, micro: MicroBatch) -> Tensor:
+    """Return the value at the last token of each sequence, [S]."""
+    return outputs.values[micro.cu_seqlens[1:].long() - 1]
+
+
 def _judgements(chosen: Tensor, rejected: Tensor) -> Stats:
     """Return which rewards [P] are higher, by how much, and what they are."""
     chosen = chosen.detach()

@@ -17,13 +17,15 @@ from burnish.functions import did_you_mean
 from burnish.methods.pairs import PairMethod
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from burnish.data.preferences import PreferenceDataset
     from burnish.data.tasks import ItemSequence
     from burnish.distributed.layout import Layout
     from burnish.engines.base import LossFn
     from burnish.methods.parts.offline_training import Models
     from burnish.plan.model import Workload
-    from burnish.records import Batch
+    from burnish.records import Batch, MicroBatch, TokenOutputs
     from burnish.runs.session import Session
     from burnish.runs.setup import Foundation
     from burnish.tracking.progress import Progress
@@ -227,6 +229,13 @@ class DPO(PairMethod):
         if batch.beside is None:
             return batch, Stats({})
         return _with_kl(models, batch, batch.beside)
+
+    def rewards(self, config: RunConfig) -> Callable[[TokenOutputs, MicroBatch], Tensor] | None:
+        """See `PairMethod.rewards`."""
+        from burnish.algorithms.preferences import implicit_rewards
+
+        settings = self.settings(config)
+        return None if settings.is_of_answers else implicit_rewards(settings)
 
     def loss(self, config: RunConfig) -> LossFn:
         """See `OfflineMethod.loss`."""

@@ -144,6 +144,10 @@ class OfflineMethod(Method):
 
         return negative_log_likelihood(models.policy, batch)
 
+    def judged(self, models: Models, batch: Batch) -> tuple[Stats, dict[int, float]]:
+        """Return what `measure` does and, of examples that compare, this rank's rewards by number. Collective."""
+        return self.measure(models, batch), {}
+
     @abstractmethod
     def loss(self, config: RunConfig) -> LossFn:
         """Return the loss of a micro-batch."""

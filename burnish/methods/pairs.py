@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -12,11 +13,13 @@ from burnish.errors import count_text
 from burnish.methods.offline import OfflineMethod
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from burnish.data.preferences import PreferenceDataset
     from burnish.data.tasks import ItemSequence
     from burnish.methods.parts.offline_training import Models
     from burnish.plan.model import Workload
-    from burnish.records import Batch
+    from burnish.records import Batch, MicroBatch, TokenOutputs
     from burnish.runs.setup import Foundation
     from burnish.tracking.progress import Progress
     from burnish.tracking.stats import Stats
@@ -81,18 +84,32 @@ class PairMethod(OfflineMethod):
 
         return items.subsets(rows) if isinstance(items, PreferenceDataset) else [""] * len(rows)
 
+    @abstractmethod
+    def rewards(self, config: RunConfig) -> Callable[[TokenOutputs, MicroBatch], Tensor] | None:
+        """Return a function that returns the reward of each sequence of a micro-batch, [S]; None if pairs are not compared."""
+
     def measure(self, models: Models, batch: Batch) -> Stats:
         """Return the loss and the statistics of held-out pairs. Collective."""
+        return self.judged(models, batch)[0]
+
+    def judged(self, models: Models, batch: Batch) -> tuple[Stats, dict[int, float]]:
+        """See `OfflineMethod.judged`."""
         from burnish.tracking.stats import Mean, Stats
 
         batch, prepared = self.prepare(models, batch)
         loss = self.loss(models.foundation.config)
         judged = self.answers_judged(models.foundation.config)
+        rewards = self.rewards(models.foundation.config)
+        by_number: dict[int, float] = {}
         stats = Stats({"loss": Mean(0.0, 0.0), **prepared})
         parts = zip(models.policy.forward(batch), batch.microbatches, batch.examples, strict=True)
         for outputs, micro, numbers in parts:
-            part, own = loss(outputs, micro.to(models.foundation.device))
+            micro = micro.to(models.foundation.device)
+            part, own = loss(outputs, micro)
+            if rewards is not None:
+                values = rewards(outputs, micro).tolist()
+                by_number |= {n: x for n, x in zip(numbers, values, strict=True) if n >= 0}
             terms = sum(number >= 0 for number in numbers) // judged
             own["loss"] = Mean(part.detach() * (micro.num_sequences // judged), terms)
             stats = stats.merge(own)
-        return stats
+        return stats, by_number

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from burnish.config.preferences import RewardSettings
@@ -11,7 +11,10 @@ from burnish.errors import BurnishError, UsageError
 from burnish.methods.pairs import PairMethod
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from burnish.engines.base import LossFn
+    from burnish.records import MicroBatch, TokenOutputs
     from burnish.runs.setup import Foundation
 
 
@@ -45,6 +48,12 @@ class RewardModeling(PairMethod):
 
         hf_config = classifier_config(foundation.hf_config, foundation.tokenizer.pad_token_id)
         return valued(foundation, foundation.config.model, hf_config)
+
+    def rewards(self, config: RunConfig) -> Callable[[TokenOutputs, MicroBatch], Tensor]:
+        """See `PairMethod.rewards`."""
+        from burnish.algorithms.preferences import values_after_texts
+
+        return values_after_texts
 
     def loss(self, config: RunConfig) -> LossFn:
         """See `OfflineMethod.loss`."""

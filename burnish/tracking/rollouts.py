@@ -28,6 +28,8 @@ if TYPE_CHECKING:  # the record's module loads torch, which readers of rollouts 
 Kind = Literal["step", "validation"]
 Row = dict[str, Any]
 
+MARGIN = "margin"
+"""Among the parts of a reward: by how much a pair's chosen answer has the higher one."""
 _BLOCK_BYTES = 1 << 18
 """About the size of a block, which is compressed as a whole. A reader of one row reads one block."""
 EXTREMES = 4

@@ -22,15 +22,15 @@ from typing import Annotated, Any, Literal, NamedTuple
 from pydantic import BaseModel, Field
 
 from burnish.errors import CorruptError, MissingError, UsageError
-from burnish.tracking.rollouts import Kind, Row, blocks, named_rollouts, parse_rollout
+from burnish.tracking.rollouts import MARGIN, Kind, Row, blocks, named_rollouts, parse_rollout
 from burnish.tracking.rundir import plain
 
 NEWEST_STEPS = 400
-"""Steps that are read in advance, and that an order by reward or length covers."""
+"""Steps that are read in advance, and that an order by reward, length or margin covers."""
 LAST_STEP = 10**18 - 1
 """The last step that can be named."""
 
-_Sort = Literal["place", "step", "reward", "-reward", "length", "-length"]
+_Sort = Literal["place", "step", "reward", "-reward", "length", "-length", "margin", "-margin"]
 """Orders of rollouts: "place" is newest first, "step" is the reverse."""
 _Position = tuple[float, int, int, int, int, int, int]
 """A rollout's value in the sorted column, or 0, and its place: the first fields of an `IndexedRow`."""
@@ -70,6 +70,8 @@ class IndexedRow(NamedTuple):
     reward: float
     length: int
     source: str
+    margin: float
+    """Of an answer of a pair, by how much the chosen one has the higher reward; else 0."""
 
 
 class RolloutFilter(BaseModel, frozen=True):
@@ -92,12 +94,12 @@ class RolloutFilter(BaseModel, frozen=True):
     def column(self) -> str | None:
         """The column to sort by; None for the order of places."""
         name = self.sort.removeprefix("-")
-        return name if name in ("reward", "length") else None
+        return name if name in ("reward", "length", "margin") else None
 
     @property
     def descends(self) -> bool:
         """Whether the order of the column, or of places, is reversed."""
-        return self.sort in ("step", "-reward", "-length")
+        return self.sort in ("step", "-reward", "-length", "-margin")
 
     def position(self, row: IndexedRow) -> _Position:
         """Return what the order compares."""
@@ -280,6 +282,7 @@ class RolloutIndex:
             "steps": [trained[0], trained[-1], len(trained)] if trained else None,
             "validations": sorted(self._listed["validation"]),
             "sources": sorted({row.source for step in read for row in step.rows}),
+            "pairs": any(row.margin for step in read for row in step.rows),
             "indexed": 1 - len(missing) / max(1, len(newest)),
             "older": len(listed) - len(newest),
             "problems": [step.problem for step in read if step.problem],
@@ -475,11 +478,18 @@ def _parse_cursor(cursor: str | None) -> _Position | None:
         raise UsageError("cursor: no page ended there", have=cursor[:80], do=do) from error
 
 
+def margin_of(row: Row) -> Any:
+    """Return by how much the chosen answer of a row's pair has the higher reward; None if it is of no pair."""
+    parts = row.get("reward_parts")
+    return parts.get(MARGIN) if isinstance(parts, dict) else None
+
+
 def _index_row(line: bytes, place: tuple[int, int, int, int], where: str) -> IndexedRow:
     row = parse_rollout(line, where)
     later, is_rest, start, number = place
     try:
         reward = float(row["reward"])
+        margin = float(margin_of(row) or 0.0)
         return IndexedRow(
             later,
             int(row["prompt_index"]),
@@ -490,6 +500,7 @@ def _index_row(line: bytes, place: tuple[int, int, int, int], where: str) -> Ind
             _NAN if math.isnan(reward) else reward,
             int(row.get("length") or 0),
             sys.intern(plain(str(row.get("source") or ""))),
+            _NAN if math.isnan(margin) else margin,
         )
     except (TypeError, ValueError, OverflowError) as error:
         problem = f"{where} has a rollout with invalid numbers"

@@ -7,8 +7,18 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from support.nightly import by_day
-from support.runs.preferences import PAIRS, begin_pairs, load_model, near, trained_by_torch
+from support.runs.preferences import (
+    BETA,
+    PAIRS,
+    STEPS,
+    begin_pairs,
+    load_model,
+    log_likelihood,
+    near,
+    trained_by_torch,
+)
 from support.runs.same_runs import assert_same
 from support.runs.training_files import (
     At,
@@ -18,6 +28,9 @@ from support.runs.training_files import (
     ranks,
     write_rows,
 )
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from burnish.tracking.rollouts import read_rollouts, rollout_files
 
 RUN = ("dpo", "dpo.yaml")
 KTO = ["method.loss={kto: 1}"]
@@ -82,6 +95,38 @@ def test_two_processes_do_what_one_does(
     cache = {"BURNISH_CACHE": str(tmp_path)}
     argv.append(f"method.reference={other}")
     assert_same(done(work, *argv, world=2, environ=cache), apart)
+
+
+@pytest.mark.nightly
+def test_a_validation_writes_its_pairs(work: Path, other: Path, apart: Path) -> None:
+    """Both answers of each held-out row as samples of one prompt, with β r and the margin."""
+    rows = {
+        (row["prompt_index"], row["sample"]): row
+        for step, path in rollout_files(apart / "rollouts", "validation")
+        for row in read_rollouts(path)
+        if step == STEPS
+    }
+    assert len(rows) == 2 * len(PAIRS)
+    policy, frozen = (
+        AutoModelForCausalLM.from_pretrained(each, dtype=torch.float32)
+        for each in (apart / f"checkpoints/step-{STEPS:08d}/model", other)
+    )
+    tokenizer = AutoTokenizer.from_pretrained(other)
+    for index, pair in enumerate(PAIRS):
+        rewards = []
+        for sample, side in enumerate(("chosen", "rejected")):
+            row = rows[index, sample]
+            assert (row["prompt"], row["completion"]) == (pair["prompt"], pair[side])
+            with torch.no_grad():
+                now, before = (
+                    log_likelihood(model, tokenizer, pair["prompt"], pair[side])
+                    for model in (policy, frozen)
+                )
+            rewards.append(BETA * float(now - before))
+            assert row["reward"] == pytest.approx(rewards[sample], rel=1e-4, abs=1e-4)
+        for sample in (0, 1):
+            margin = rows[index, sample]["reward_parts"]["margin"]
+            assert margin == pytest.approx(rewards[0] - rewards[1], rel=1e-4, abs=1e-4)
 
 
 @pytest.mark.nightly

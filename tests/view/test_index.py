@@ -324,3 +324,22 @@ def test_several_threads_share_an_index(tmp_path: Path) -> None:
         for thread in threads:
             thread.join()
     assert found == [300] * 4
+
+
+def test_answers_of_pairs_are_ordered_by_margin(tmp_path: Path) -> None:
+    margins = {0: 0.5, 1: -2.0, 2: 1.5}
+    rows = [
+        {**row(prompt, sample, reward=float(prompt)), "reward_parts": {"margin": margin}}
+        for prompt, margin in margins.items()
+        for sample in range(2)
+    ]
+    write(tmp_path / "pairs", 3, rows, kind="validation")
+    with index_of(tmp_path / "pairs") as index:
+        for sort, order in {"margin": [1, 0, 2], "-margin": [2, 0, 1]}.items():
+            found = pages(index, RolloutFilter(kind="validation", sort=sort), limit=4)
+            assert [each["prompt_index"] for each in found] == [p for p in order for _ in range(2)]
+        assert index.facets()["pairs"]
+    write(tmp_path / "others", 1, [row(0, 0)])
+    with index_of(tmp_path / "others") as index:
+        list(index.page(RolloutFilter()).rows)
+        assert not index.facets()["pairs"]

@@ -68,7 +68,23 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     make_failed(root / "failed")
     make_said(root / "said")
     make_talks(root / "talks")
+    make_pairs(root / "pairs")
     return root
+
+
+def make_pairs(directory: Path) -> None:
+    """A run with held-out pairs, of which the first has the largest margin."""
+    run = RunDirectory(make_run(directory, steps=1))
+    answers = [(2.0, "right"), (-1.0, "wrong"), (0.5, "good"), (1.0, "better")]
+    made = [
+        replace(
+            made_rollout(index, sample, text=text, reward=reward),
+            reward_parts={"margin": answers[2 * index][0] - answers[2 * index + 1][0]},
+        )
+        for index in range(2)
+        for sample, (reward, text) in enumerate(answers[2 * index : 2 * index + 2])
+    ]
+    write_rollouts(run.rollouts, 1, table_of(made), None)
 
 
 def make_talks(directory: Path) -> None:
@@ -198,7 +214,7 @@ def unhurt(tab: Tab) -> None:
 
 def test_runs_charts_and_rollouts_show(tab: Tab, address: str) -> None:
     show(tab, address)
-    tab.wait("document.querySelectorAll('tbody tr').length === 7")
+    tab.wait("document.querySelectorAll('tbody tr').length === 8")
     assert "own" in text(tab, "tbody")
     show(tab, f"{address}#/run/own")
     tab.wait("document.querySelectorAll('.uplot canvas').length > 2")
@@ -220,6 +236,27 @@ def test_a_reward_has_the_colour_of_its_sign(tab: Tab, address: str) -> None:
     assert red == tab.run(probe.replace("{}", "bad"))
     assert grey == tab.run(probe.replace("{}", "faint"))
     assert green not in (red, grey)
+
+
+@pytest.mark.nightly
+def test_pairs_stand_side_by_side_by_margin(tab: Tab, address: str) -> None:
+    show(tab, f"{address}#/run/pairs/rollouts?kind=validation&sort=margin")
+    tab.wait("document.querySelectorAll('.item').length === 4")
+    tab.wait("document.querySelectorAll('.column').length === 2")
+    shown = tab.run("[...document.querySelectorAll('.item .meta')].map((e) => e.textContent)")
+    assert ["chosen" in shown[0], "0.5" in shown[0]] == [True, True]
+    said = "[...document.querySelectorAll('.column .text')].map((e) => e.textContent)"
+    assert tab.run(said) == ["good", "better"]
+    tab.wait("document.querySelector('[name=sort]').value === 'margin'")  # once steps are read
+    # The rejected answer shows the same pair, with the chosen one first.
+    links = tab.run("[...document.querySelectorAll('.item')].map((e) => e.getAttribute('href'))")
+    show(tab, f"{address}{links[3]}")
+    tab.wait("document.querySelectorAll('.column').length === 2")
+    assert tab.run(said) == ["right", "wrong"]
+    unhurt(tab)
+    show(tab, f"{address}#/run/own/rollouts")
+    tab.wait("document.querySelectorAll('.item').length")
+    assert count(tab, "[name=sort] option[value=margin]") == 0
 
 
 @pytest.mark.nightly

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence, Sized
 from contextlib import closing, suppress
 from dataclasses import replace
 from functools import partial
-from itertools import compress
+from itertools import chain, compress
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -200,8 +200,9 @@ def example_validation(
     for row, subset in zip(held_out.rows, held_out.subsets, strict=True):
         subsets[subset].append(row)
 
-    def validate() -> tuple[dict[str, float], None]:
+    def validate() -> tuple[dict[str, float], RolloutTable | None]:
         measured = Stats({})
+        pairs: list[tuple[int, int, float]] = []
         by_subset: dict[str, float] = {}
         for subset, own in sorted(subsets.items()):
             stats = Stats({})
@@ -209,14 +210,35 @@ def example_validation(
                 check()
                 here = own[start : start + size]
                 batch = method.batch(held_out.items, here, foundation, layout)
-                stats = stats.merge(method.measure(models, batch))
+                part, judged = method.judged(models, batch)
+                stats = stats.merge(part)
+                pairs += [(here[n // 2], n % 2, reward) for n, reward in judged.items()]
             stats = reduce_stats(stats, layout, foundation.device)
             measured = measured.merge(stats)
             if subset:
                 by_subset |= stats.prefixed(f"val/{subset}/").values_by_name()
-        return {**measured.prefixed("val/").values_by_name(), **by_subset}, None
+        values = {**measured.prefixed("val/").values_by_name(), **by_subset}
+        return values, _pairs(held_out, pairs, models)
 
     return validate
+
+
+def _pairs(
+    held_out: HeldOut, judged: Sequence[tuple[int, int, float]], models: Models
+) -> RolloutTable | None:
+    """Return held-out pairs with the rewards of all ranks: row, side and reward. None if there are none. Collective."""
+    shares = gather_objects(judged, models.policy.layout)
+    rewards: defaultdict[int, list[float]] = defaultdict(lambda: [0.0, 0.0])
+    for row, side, reward in chain.from_iterable(shares):
+        rewards[row][side] = reward
+    if not rewards:
+        return None
+    from burnish.methods.parts.judged_pairs import pairs_as_rollouts
+
+    subsets = dict(zip(held_out.rows, held_out.subsets, strict=True))
+    tokenizer = models.foundation.tokenizer
+    is_judged = has_value_head(models.foundation.hf_config)
+    return pairs_as_rollouts(held_out.items, rewards, subsets, tokenizer, is_judged=is_judged)
 
 
 def negative_log_likelihood(engine: Engine, batch: Batch) -> Stats:

@@ -21,6 +21,10 @@ export const filtersOf = (query) => Object.fromEntries([...query].filter(([name]
 // The link to a rollout, with the list's filters and the colour of tokens.
 export const toRollout = (row, beside = null) => link("rollout", here().run, row.id, {...filtersOf(here().query), colour: here().query.get("colour"), raw: here().query.get("raw"), beside});
 
+// Of an answer of a pair: by how much the chosen one has the higher reward, and which of them it is.
+export const marginOf = ({margin, reward_parts}) => margin ?? reward_parts?.margin ?? null;
+export const sideOf = (row) => (marginOf(row) === null || row.sample > 1 ? null : ["chosen", "rejected"][row.sample]);
+
 export const answerOf = ({answer}) => (answer === null || answer === undefined ? "" : h("p.answer", h("span.soft", "Answer "), words(answer)));
 
 // What else the row of the data has, and what another program has written beside.
@@ -32,9 +36,11 @@ function columnsOf(row) {
 
 // The elements of the rollout `id`, and of the rollout beside it that `query` names.
 export async function readRollout(run, id, query) {
-  const [row, other] = await Promise.all([id, query.get("beside")].map((each) => each && get("rollout", {run, id: each})));
+  let [row, other] = await Promise.all([id, query.get("beside")].map((each) => each && get("rollout", {run, id: each})));
   const {rows} = await get("rollouts", {run, kind: row.kind, step: row.step, prompt: row.prompt_index, limit: 200});
   const siblings = rows.sort((a, b) => a.sample - b.sample || (a.branch ?? 0) - (b.branch ?? 0)), next = siblings.find((each) => each.sample !== row.sample) ?? siblings.find((each) => each.id !== id);
+  const isPair = sideOf(row) !== null && siblings.length === 2;
+  if (isPair) [row, other] = await Promise.all(siblings.map((each) => get("rollout", {run, id: each.id})));
   const colour = query.get("colour"), arrays = arraysOf({...row.tokens, ...other?.tokens});
   const wanted = arrays.find((name) => colour && name.startsWith(colour)) ?? "";
   const choice = h("select", {onchange: () => replace(changed({colour: choice.value}))}, options([["", "nothing"], ...arrays.map((name) => [name, titleOf(name)])]));
@@ -53,7 +59,7 @@ export async function readRollout(run, id, query) {
       frozen ? h("span.soft", prompt) : h("a.link.through-time", {href: link("prompt", run, row.prompt_index, {kind: isValidation && row.kind, sample: row.sample, raw: query.get("raw")}), title: "What it said at each step (t)"}, `${prompt} through time`),
       row.source ? h("span.soft", words(row.source)) : null, h("span.space"),
       arrays.length ? h("label", "Colour tokens by ", choice) : null,
-      other || next ? h("a.button.beside", {href: toRollout(row, other ? null : next.id), title: "b"}, other ? "One only" : "Side by side") : null),
+      isPair ? h("span", h("span.soft", "margin "), short(marginOf(row))) : other || next ? h("a.button.beside", {href: toRollout(row, other ? null : next.id), title: "b"}, other ? "One only" : "Side by side") : null),
     promptShown(row.prompt), answerOf(row), columnsOf(row),
     h(`div.columns${other ? ".two" : ""}`,
       column(row, siblings, (sibling) => toRollout(sibling, other?.id), {wanted, most, shared}),
@@ -67,7 +73,7 @@ function column(row, siblings, to, {wanted, most, shared}) {
   const talk = messagesIn(row), isRaw = here().query.get("raw") === "1";
   const sample = (each) => h("a", {"aria-current": each.id === row.id && "true", href: to(each), title: `sample ${each.sample}${each.branch ? `, branch ${each.branch}: other token ids of the same conversation` : ""}`}, rewardChip(each.reward));
   const facts = [
-    ["sample", row.sample], ["branch", row.branch], ["turns", talk.length ? count(talk.filter(({role}) => role === "assistant").length) : null], ["tokens", row.length && count(row.length)], ["ended by", talk.length ? null : row.stop_reason],
+    sideOf(row) ? ["", sideOf(row)] : ["sample", row.sample], ["branch", row.branch], ["turns", talk.length ? count(talk.filter(({role}) => role === "assistant").length) : null], ["tokens", row.length && count(row.length)], ["ended by", talk.length ? null : row.stop_reason],
     ["advantage", row.advantage === undefined || row.advantage === null ? null : short(row.advantage)], ["weights", row.weights_version],
   ].filter(([, value]) => value !== null && value !== undefined);
   const parts = Object.entries(row.reward_parts ?? {}).map(([name, value]) => h("div", h("dt", words(name)), h("dd", rewardChip(value))));

@@ -4,12 +4,13 @@ import {endOf} from "./conversation.js";
 import {frozen, get} from "./data.js";
 import {button, count, h, later, options, plural, rewardChip, searchBox, short, words} from "./dom.js";
 import {changed, go, here, link, replace} from "./place.js";
-import {filtersOf, readRollout, toRollout} from "./rollout.js";
+import {filtersOf, marginOf, readRollout, sideOf, toRollout} from "./rollout.js";
 
 const SORTS = [
   ["", "newest first"], ["step", "oldest first"], ["-reward", "best first"], ["reward", "worst first"],
   ["-length", "longest first"], ["length", "shortest first"],
 ];
+const SORTS_OF_PAIRS = [["margin", "smallest margin first"], ["-margin", "largest margin first"]];
 const NARROW = 760, WIDE = 1100, MOST_OF_AN_EXCERPT = 300, ASK_AGAIN_MS = 1000;
 
 function item(row, beside = null) {
@@ -17,7 +18,7 @@ function item(row, beside = null) {
   const excerpt = row.completion.slice(0, MOST_OF_AN_EXCERPT).trim().replace(/\s+/g, " ");
   return h("a.item", {href: toRollout(row, beside), "data-row": true, "data-id": row.id, "data-group": `${row.step}/${row.prompt_index}`},
     rewardChip(row.reward),
-    h("span.meta", facts, row.end && endOf(row).isWarning ? h("span.warn", words(endOf(row).text)) : row.stop_reason === "length" ? h("span.warn", "cut off") : null,
+    h("span.meta", facts, sideOf(row) ? h("span", `${sideOf(row)}, margin ${short(marginOf(row))}`) : null, row.end && endOf(row).isWarning ? h("span.warn", words(endOf(row).text)) : row.stop_reason === "length" ? h("span.warn", "cut off") : null,
       row.error || row.reward_error ? h("span.bad", row.end === "failed" ? "dropped" : "reward failed") : null, row.source ? h("span", words(row.source)) : null),
     h("span.excerpt", {dir: "auto"}, words(excerpt || "empty")));
 }
@@ -49,6 +50,9 @@ export function rolloutsView(body) {
     const facets = await get("facets", {run, kind}), asked = here().query.get("source") ?? "";
     if (isFirst) fill(form, facets);
     notes.replaceChildren(...notesOf(facets, isFirst));
+    const order = form.querySelector("[name=sort]"), chosen = here().query.get("sort") ?? "";
+    if (facets.pairs && order.options.length === SORTS.length) order.append(...options(SORTS_OF_PAIRS));
+    if (order !== document.activeElement) order.value = chosen;
     const source = form.querySelector("[name=source]"), known = [...new Set([...facets.sources, asked])].filter((name) => name);
     if (source === document.activeElement) return again(run, kind);
     source.replaceChildren(...options([["", "all"], ...known.map((name) => [name, name])]));
