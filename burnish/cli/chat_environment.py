@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from burnish.config.environment import EnvironmentConfig
 from burnish.data.messages import Message, messages_of
-from burnish.data.tool_calls import Called
+from burnish.data.tool_forms import Called
 from burnish.data.turn_bridge import TurnBridge, call_id
 from burnish.environments.base import Action, Observation, ToolCall
 from burnish.environments.calls import Answered, Key, TypedRow

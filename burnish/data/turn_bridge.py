@@ -21,7 +21,8 @@ from burnish.data.chat import shared_beginning
 from burnish.data.messages import Message, Tools
 from burnish.data.template import ChatTemplate
 from burnish.data.tokenizer import single_template
-from burnish.data.tool_calls import FORMS, Called, ParsedTurn, form_of, parse_by_schema, parse_turn
+from burnish.data.tool_calls import ParsedTurn, form_of, parse_by_schema, parse_turn
+from burnish.data.tool_forms import FORMS, Called
 from burnish.errors import UsageError
 from burnish.records import Prompt, TokenIds
 

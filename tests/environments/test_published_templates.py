@@ -17,7 +17,8 @@ from support.nightly import by_day, draws
 from burnish.config.environment import EnvironmentConfig
 from burnish.config.schema import DataConfig
 from burnish.data.template import ChatTemplate
-from burnish.data.tool_calls import FORMS, parse_turn
+from burnish.data.tool_calls import parse_turn
+from burnish.data.tool_forms import FORMS
 from burnish.data.turn_bridge import TurnBridge, prove_bridge
 from burnish.environments.pool import EnvironmentPool
 from burnish.errors import UsageError

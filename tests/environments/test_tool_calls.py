@@ -14,7 +14,8 @@ from support.models.tool_templates import (
 )
 
 from burnish.data.template import ChatTemplate
-from burnish.data.tool_calls import FORMS, form_of, parse_turn
+from burnish.data.tool_calls import form_of, parse_turn
+from burnish.data.tool_forms import FORMS
 
 CASES = [(name, template) for name, templates in BY_FORM.items() for template in templates]
 IDS = [f"{name}-{number}" for number, (name, _) in enumerate(CASES)]

@@ -22,7 +22,7 @@ import numpy as np
 
 from burnish.config.environment import EnvironmentConfig
 from burnish.data.messages import THOUGHTS, Message, called, messages_of
-from burnish.data.tool_calls import Called
+from burnish.data.tool_forms import Called
 from burnish.data.turn_bridge import TurnBridge, prove_bridge, proven_bridge
 from burnish.environments.base import Observation
 from burnish.environments.calls import AgentReply, Answered, Ask, Asking, Key
