@@ -10,8 +10,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
+from burnish.environments.agent_api import MODEL
 from burnish.environments.base import EnvironmentFailure
-from burnish.environments.gateway import MODEL, Agent, gateway
+from burnish.environments.gateway import Agent, gateway
 from burnish.errors import BurnishError, MissingError, UsageError
 from burnish.functions import failure
 
