@@ -9,6 +9,7 @@ from burnish.config.foreign_names import marks_of
 from burnish.errors import UsageError
 from burnish.translate.foreign_arguments import Arguments
 from burnish.translate.framework import Framework, refuse_preferences
+from burnish.translate.preferences import carry_losses, carry_numbers, weighted
 from burnish.translate.trainer import (
     combine_batch,
     combine_optimizer,
@@ -20,7 +21,6 @@ from burnish.translate.trl import combine_rewards, with_suffixes
 
 _ONLINE = ("grpo", "gdpo")
 _ON_PREFERENCES = ("dpo", "ipo", "kto", "orpo", "simpo")
-_JUDGES = ("reward_model", "process_reward_model")
 _LORA = (
     "lora_r",
     "lora_alpha",
@@ -41,6 +41,8 @@ _READ = (
     "ds_type",
     "field",
     "field_messages",
+    "field_chosen",
+    "field_rejected",
     "revision",
 )
 """What is read of an entry of `datasets`."""
@@ -60,17 +62,63 @@ def _recognizes(arguments: Arguments) -> bool:
 def _generates(arguments: Arguments) -> bool:
     """Raise `UsageError` for training that is not supported."""
     method = arguments.given.get("rl")
-    judge = next((name for name in _JUDGES if arguments.given.get(name)), None)
-    if method in _ON_PREFERENCES or judge:
-        raise refuse_preferences("axolotl", str(method or judge))
-    if method not in (None, False, *_ONLINE):
+    if arguments.given.get("process_reward_model"):
+        raise refuse_preferences("axolotl", "process_reward_model")
+    if method not in (None, False, *_ONLINE, *_ON_PREFERENCES):
         raise UsageError(
             f"axolotl's rl: {method} has no counterpart",
             have=method,
-            want="supervised fine-tuning, grpo or gdpo",
+            want=f"supervised fine-tuning, {', '.join((*_ONLINE, *_ON_PREFERENCES))}",
             do="translate such a configuration",
         )
     return method in _ONLINE
+
+
+def _preferred(arguments: Arguments) -> str:
+    if arguments.given.get("reward_model"):
+        return "rm"
+    return "dpo" if arguments.given.get("rl") in _ON_PREFERENCES else ""
+
+
+def _preferences(arguments: Arguments) -> None:
+    """Carry the loss of preferences, which `rl` names."""
+    carry_numbers(arguments, {"center_rewards_coefficient": "method.center"})
+    arguments.carry({}, "reward_model")
+    kind = arguments.look_up("rl")
+    if kind not in _ON_PREFERENCES:
+        return
+    beta = next(filter(None, map(arguments.number, ("trl.beta", "rl_beta", "orpo_alpha"))), 0.1)
+    alpha = arguments.number("cpo_alpha")
+    match kind:
+        case "dpo":
+            types = arguments.look_up("dpo_loss_type") or "sigmoid"
+            losses = weighted(types, arguments.look_up("dpo_loss_weights"))
+        case "orpo":
+            losses = {"orpo": beta, "nll": 1.0}
+        case "simpo":
+            losses = {"simpo": 1.0, "nll": 1.0 if alpha is None else alpha}
+        case _:
+            losses = {str(kind): 1.0}
+    names = ["rl", "dpo_loss_type", "dpo_loss_weights", "cpo_alpha", "orpo_alpha"]
+    carry_losses(arguments, losses, [*names, "trl.beta", "rl_beta"] if kind == "orpo" else names)
+    arguments.carry({}, "precompute_ref_log_probs")
+    keys = {
+        "trl.beta": "beta",
+        "rl_beta": "beta",
+        "dpo_label_smoothing": "label_smoothing",
+        "simpo_gamma": "simpo_gamma",
+        "kto_desirable_weight": "desirable_weight",
+        "kto_undesirable_weight": "undesirable_weight",
+    }
+    carry_numbers(arguments, {name: f"method.{key}" for name, key in keys.items()})
+
+
+def _parts(arguments: Arguments) -> None:
+    """Carry patterns of parameters that are trained, which are searched from the beginning of a name."""
+    patterns = arguments.look_up("unfrozen_parameters")
+    if isinstance(patterns, list) and not any("[:" in str(each) for each in patterns):
+        from_start = [f"^{str(each).removeprefix('^')}" for each in patterns]
+        arguments.carry({"model.train": from_start}, "unfrozen_parameters")
 
 
 def _defaults(arguments: Arguments) -> Mapping[str, Any]:
@@ -85,6 +133,8 @@ def _defaults(arguments: Arguments) -> Mapping[str, Any]:
 
 def _combine(arguments: Arguments) -> None:
     online = _generates(arguments)
+    _preferences(arguments)
+    _parts(arguments)
     arguments.carry(
         {"algorithm.advantage": "gdpo"} if arguments.look_up("rl") == "gdpo" else {}, "rl"
     )
@@ -147,7 +197,7 @@ def _datasets(arguments: Arguments) -> None:
             continue
         settings: dict[str, Any] = {key: [_source(entry) for entry in entries]}
         for entry in entries:
-            settings |= _columns(entry)
+            settings |= _columns(entry, bool(_preferred(arguments)))
             arguments.remarks.extend(f"{name}: {each}" for each in _unread(entry))
         arguments.carry(settings, name)
 
@@ -168,7 +218,14 @@ def _source(entry: Mapping[str, Any]) -> str:
     return f"{path}{revision}" + (f":{'/'.join(parts)}" if parts else "")
 
 
-def _columns(entry: Mapping[str, Any]) -> dict[str, Any]:
+def _columns(entry: Mapping[str, Any], are_pairs: bool) -> dict[str, Any]:
+    if are_pairs:
+        keys = {
+            "field_messages": "data.prompt_column",
+            "field_chosen": "method.chosen_column",
+            "field_rejected": "method.rejected_column",
+        }
+        return {key: entry[name] for name, key in keys.items() if name in entry}
     if entry.get("type") == "completion":
         return {"data.text_column": entry.get("field", "text")}
     if "field_messages" in entry:
@@ -204,4 +261,5 @@ AXOLOTL = Framework(
     combine=_combine,
     defaults=_defaults,
     generates=_generates,
+    preferences=_preferred,
 )

@@ -23,15 +23,17 @@ class Framework:
     """What it does without being told, by the names of its arguments; only where it changes the result."""
     generates: Callable[[Arguments], bool | None] = lambda _: None
     """Whether its program generates completions; None if the settings say so."""
+    preferences: Callable[[Arguments], str] = lambda _: ""
+    """The method that learns from preferences as its program does: dpo or rm; "" for another program."""
     table: str = ""
     """The table of its names, in `burnish.config.foreign_names`; "" for those of all."""
 
 
 def refuse_preferences(framework: str, found: str) -> UsageError:
-    """Return the error for training on preferences, which would become something else."""
+    """Return the error for training on preferences that would become something else."""
     return UsageError(
-        f"{framework}'s {found} trains on preferences or a reward model, which Burnish does not support yet",
+        f"{framework}'s {found} is not translated: it learns from preferences in a way of its own",
         have=found,
-        want="supervised fine-tuning, GRPO or PPO",
-        do="translate such a configuration; burnish sft trains on the chosen answers with data.completion_column=chosen",
+        want="DPO, KTO, ORPO, SimPO or a reward model of TRL, axolotl or LLaMA-Factory; supervised fine-tuning; GRPO or PPO",
+        do="write a configuration with burnish init dpo or burnish init rm",
     )

@@ -26,6 +26,7 @@ from burnish.errors import UsageError, count_text
 from burnish.method import Method
 from burnish.methods.rl import RL
 from burnish.methods.sft import SFT
+from burnish.methods.table import METHODS
 from burnish.translate.axolotl import AXOLOTL
 from burnish.translate.foreign_arguments import Arguments, Fate
 from burnish.translate.framework import Framework
@@ -78,7 +79,9 @@ def translate_arguments(words: Sequence[str]) -> str:
     generates = framework.generates(arguments) if framework else None
     if generates is None:
         generates = any(key.startswith(_OF_RL) for key in settings)
-    return _written(arguments, settings, RL() if generates else SFT(), framework)
+    named = framework.preferences(arguments) if framework else ""
+    method = METHODS[named] if named else RL() if generates else SFT()
+    return _written(arguments, settings, method, framework)
 
 
 def _chosen(commands: Sequence[Arguments]) -> Arguments:
@@ -218,7 +221,7 @@ def _written(
     """Return settings that are no defaults as YAML, and the fate of each argument and what is still to do as comments."""
     if not method.generates:
         settings = {_of_sft(key): value for key, value in settings.items()}
-    tree = _nested({key: value for key, value in settings.items() if not is_default(key, value)})
+    tree = _nested({k: value for k, value in settings.items() if not _is_default(k, value, method)})
     lines = [f"# for burnish {method.name}"]
     if tree:
         lines += write_yaml(tree).splitlines()
@@ -229,7 +232,16 @@ def _written(
         method.check(load_settings(tree, {}), None)
     except UsageError as error:
         lines += ["", "# Still to do:", *(f"#   {line}" for line in str(error).splitlines())]
-    return "\n".join([*lines, "", f"# {_count(arguments)}"]) + "\n"
+    return "\n".join([*lines, "", f"# {_count(arguments, method)}"]) + "\n"
+
+
+def _is_default(key: str, value: Any, method: Method) -> bool:
+    """Return whether a value is what a setting, perhaps the method's own, is without being set."""
+    section, _, own = key.partition(".")
+    if section != "method":
+        return is_default(key, value)
+    field = method.Settings.model_fields.get(own)
+    return field is not None and bool(field.get_default(call_default_factory=True) == value)
 
 
 def _sections(
@@ -238,12 +250,12 @@ def _sections(
     """Yield titles and lines of what the settings do not show."""
     yield "Note", arguments.remarks
     if framework:
-        implied = _implied(arguments)
+        implied = _implied(arguments, method)
         if not method.generates:
             implied = {_of_sft(key): value for key, value in implied.items()}
         own = [f"{key}: {one_line(value)}" for key, value in implied.items()]
         yield f"Set because {framework.name} does it without being told", own
-    lists = _lists(arguments)
+    lists = _lists(arguments, method)
     for title in _LISTS[1:]:
         yield title.capitalize(), [_line(arguments, *entry) for entry in lists[title]]
 
@@ -254,7 +266,7 @@ def _line(arguments: Arguments, name: str, reason: str) -> str:
     return f"{name}{value}: {reason}" if reason else name + value
 
 
-def _implied(arguments: Arguments) -> dict[str, Any]:
+def _implied(arguments: Arguments, method: Method) -> dict[str, Any]:
     """Return the settings that are here only because the framework does that by itself."""
     of_given: dict[str, Any] = {}
     of_others: dict[str, Any] = {}
@@ -263,25 +275,25 @@ def _implied(arguments: Arguments) -> dict[str, Any]:
     return {
         key: value
         for key, value in of_others.items()
-        if key not in of_given and not is_default(key, value)
+        if key not in of_given and not _is_default(key, value, method)
     }
 
 
-def _lists(arguments: Arguments) -> dict[str, list[tuple[str, str]]]:
+def _lists(arguments: Arguments, method: Method) -> dict[str, list[tuple[str, str]]]:
     """Return the given arguments of each list, with the reasons of their fates."""
     lists: dict[str, list[tuple[str, str]]] = {title: [] for title in _LISTS}
     for fate in arguments.fates:
         title = _LISTS[3] if fate.is_open else _LISTS[2]
         if fate.settings is not None:
-            meant = [is_default(key, _fitted(key, value)) for key, value in fate.settings.items()]
+            meant = [_is_default(k, _fitted(k, x), method) for k, x in fate.settings.items()]
             title = _LISTS[1] if all(meant) else _LISTS[0]
         lists[title] += [(name, fate.reason) for name in fate.names if name in arguments.given]
     return lists
 
 
-def _count(arguments: Arguments) -> str:
+def _count(arguments: Arguments, method: Method) -> str:
     """Return how many arguments are in each list."""
-    lengths = {title: len(entries) for title, entries in _lists(arguments).items()}
+    lengths = {title: len(entries) for title, entries in _lists(arguments, method).items()}
     counts = ", ".join(f"{length} {title}" for title, length in lengths.items())
     lost = len(arguments.given) - sum(lengths.values())
     return f"{count_text(len(arguments.given), 'setting')}: {counts}, {lost} lost"

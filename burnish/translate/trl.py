@@ -10,13 +10,25 @@ from burnish.config.foreign_names import marks_of
 from burnish.errors import UsageError, count_text
 from burnish.translate.foreign_arguments import Arguments
 from burnish.translate.framework import Framework, refuse_preferences
+from burnish.translate.preferences import carry_losses, carry_numbers, weighted
 from burnish.translate.trainer import combine_batch, combine_trainer, lora_settings
 
 _ONLINE = ("grpo", "gspo", "rloo", "ppo")
-_ON_PREFERENCES = ("dpo", "kto", "orpo", "cpo", "bco", "tpo", "xpo", "reward", "prm", "mpo", "nash")
-_OTHERS = ("gkd", "gold", "sdft", "sdpo", "ssd", "distillation", "minillm", "vllm_serve", "async")
-_OF_PREFERENCES = ("precompute_ref_log_probs", "desirable_weight", "rpo_alpha", "label_smoothing")
-"""Arguments that only trainers on preferences have."""
+_ON_PREFERENCES = {"dpo": "dpo", "kto": "dpo", "orpo": "dpo", "cpo": "dpo", "reward": "rm"}
+"""Trainers on preferences, and the methods here."""
+_OTHER_PREFERENCES = ("bco", "tpo", "xpo", "prm", "mpo", "nash")
+_DISTILLS = "gkd"
+_OTHERS = ("gold", "sdft", "sdpo", "ssd", "distillation", "minillm", "vllm_serve", "async")
+_OF_PREFERENCES = {
+    "precompute_ref_log_probs": "dpo",
+    "desirable_weight": "kto",
+    "undesirable_weight": "kto",
+    "rpo_alpha": "dpo",
+    "label_smoothing": "dpo",
+    "cpo_alpha": "cpo",
+    "center_rewards_coefficient": "reward",
+}
+"""Arguments that only trainers on preferences have, and which one."""
 _OF_ONLINE = [
     "num_generations",
     "reward_funcs",
@@ -53,6 +65,9 @@ _OF_TRAINER = {
 }
 _OF_SFT = {"learning_rate": 2e-5, "max_length": 1024}
 _OF_GRPO = {"learning_rate": 1e-6, "num_generations": 8, "max_completion_length": 512}
+_OF_DPO = {"learning_rate": 1e-6, "max_length": 1024}
+_OF_REWARD = {"learning_rate": 1e-4, "max_length": 1024}
+_OF_GKD = {"learning_rate": 2e-5, "temperature": 0.9, "max_new_tokens": 128}
 _OF_RLOO = {"num_generations": 2, "max_completion_length": 512, "beta": 0.05}
 _OF_VLLM = {"vllm_mode": "colocate", "vllm_importance_sampling_mode": "sequence_mask"}
 _MODES = {
@@ -65,28 +80,33 @@ _MODES = {
 
 
 def trainer_of(arguments: Arguments) -> str:
-    """Return sft, grpo, rloo or ppo: the trainer that the program or the arguments name. Raises `UsageError` for others."""
+    """Return the trainer that the program or the arguments name: sft, grpo, dpo, ... Raises `UsageError` for one that is not translated."""
     words = [PurePath(word).stem for word in arguments.program if not word.startswith("-")]
     named = [
         word for word in words if word not in ("trl", "accelerate", "launch", "python", "python3")
     ]
     for word in reversed(named):
         head = word.split("_")[0]
-        if head in _ON_PREFERENCES or word.startswith("online_dpo"):
+        if head in _OTHER_PREFERENCES or word.startswith("online_dpo"):
             raise refuse_preferences("TRL", word)
+        if head in (*_ON_PREFERENCES, _DISTILLS):
+            return head
         if word in _OTHERS or head in _OTHERS:
             raise UsageError(
                 f"TRL's {word} has no counterpart",
                 have=word,
-                want="sft, grpo or rloo",
+                want="sft, grpo, rloo, dpo, kto, orpo, cpo, reward or gkd",
                 do="translate one of these",
             )
         if head in _ONLINE:
             return "grpo" if head == "gspo" else head
         if head == "sft":
             return "sft"
-    if any(name in arguments.given for name in _OF_PREFERENCES):
-        raise refuse_preferences("TRL", ", ".join(set(_OF_PREFERENCES) & set(arguments.given)))
+    for name, trainer in _OF_PREFERENCES.items():
+        if name in arguments.given:
+            return trainer
+    if "teacher_model_name_or_path" in arguments.given:
+        return _DISTILLS
     return "grpo" if any(name in arguments.given for name in _OF_ONLINE) else "sft"
 
 
@@ -102,10 +122,15 @@ def combine_shared(arguments: Arguments) -> None:
 
 def combine_trl(arguments: Arguments) -> None:
     """Give a fate to arguments that mean something together. Raise `UsageError` for values that do not fit together."""
-    is_online = trainer_of(arguments) != "sft"
+    trainer = trainer_of(arguments)
+    is_online = _generates(arguments)
+    if trainer in _ON_PREFERENCES:
+        _preferences(arguments, trainer)
+    if trainer == _DISTILLS:
+        _distillation(arguments)
     _lora(arguments)
     combine_shared(arguments)
-    if trainer_of(arguments) == "rloo":
+    if trainer == "rloo":
         arguments.carry(
             {
                 "algorithm.advantage": "rloo",
@@ -118,12 +143,73 @@ def combine_trl(arguments: Arguments) -> None:
         _correction(arguments)
     else:
         arguments.drop("only trainers on completions read it", *_OF_ONLINE)
-        _say_what_sft_does(arguments)
+        if trainer == "sft" and "dft" in (
+            arguments.look_up("loss_type"),
+            "dft" if arguments.look_up("use_dft") else "",
+        ):
+            arguments.carry({"method.loss": "dft"}, "loss_type", "use_dft")
+        _say_what_is_cut(arguments, trainer)
+
+
+def _preferences(arguments: Arguments, trainer: str) -> None:
+    """Carry the loss of preferences."""
+    arguments.carry({}, "precompute_ref_log_probs")
+    arguments.carry({}, "precompute_ref_batch_size")
+    types = arguments.look_up("loss_type")
+    beta = arguments.number("beta")
+    endings = ["loss_type", "loss_weights", "rpo_alpha", "cpo_alpha"]
+    match trainer:
+        case "reward":
+            carry_numbers(arguments, {"center_rewards_coefficient": "method.center"})
+            return
+        case "kto":
+            losses = weighted(types or "kto")
+        case "orpo":
+            losses = {"orpo": beta, "nll": 1.0}
+            endings.append("beta")
+        case "cpo" if types != "simpo":
+            raise refuse_preferences("TRL", f"cpo with the loss_type {types or 'sigmoid'}")
+        case "cpo":
+            alpha = arguments.number("cpo_alpha")
+            losses = {"simpo": 1.0, "nll": 1.0 if alpha is None else alpha}
+        case _:
+            losses = weighted(types or "sigmoid", arguments.look_up("loss_weights"))
+            losses["nll"] = losses.get("nll", 0.0) + (arguments.number("rpo_alpha") or 0.0)
+    carry_losses(arguments, losses, endings)
+    keys = ("beta", "label_smoothing", "simpo_gamma", "desirable_weight", "undesirable_weight")
+    carry_numbers(arguments, {name: f"method.{name}" for name in keys})
+    if arguments.look_up("f_divergence_type") in ("reverse_kl", "FDivergenceType.REVERSE_KL"):
+        arguments.carry({}, "f_divergence_type")
+    arguments.drop(
+        "this formula is not implemented",
+        *("f_divergence_type", "f_alpha_divergence_coef", "ld_alpha", "use_weighting"),
+        *("discopop_tau", "alpha"),
+    )
+
+
+def _distillation(arguments: Arguments) -> None:
+    """Carry the teacher. Burnish draws all completions from the student."""
+    teacher = arguments.look_up("teacher_model_name_or_path")
+    if teacher:
+        arguments.carry({"distill.teachers": [{"path": teacher}]}, "teacher_model_name_or_path")
+    arguments.carry(
+        {"rollout.n": 1, "rollout.max_response_length": arguments.number("max_new_tokens")},
+        "max_new_tokens",
+    )
+    arguments.leave(
+        "distill: burnish rl draws every completion from the student, and takes the reverse KL; GKD draws the share lmbda, "
+        "and takes the divergence that beta says",
+        *("lmbda", "beta", "seq_kd"),
+    )
 
 
 def _defaults(arguments: Arguments) -> Mapping[str, Any]:
     trainer = trainer_of(arguments)
-    own = {"sft": _OF_SFT, "grpo": _OF_GRPO, "rloo": _OF_RLOO}.get(trainer, {})
+    of_others: dict[str, Mapping[str, Any]] = {"sft": _OF_SFT, "grpo": _OF_GRPO}
+    of_others |= {"rloo": _OF_RLOO, _DISTILLS: _OF_GKD}
+    of_others |= dict.fromkeys(("dpo", "cpo"), _OF_DPO) | {"reward": _OF_REWARD}
+    of_others |= {"kto": {**_OF_DPO, "loss_type": "kto"}, "orpo": {**_OF_DPO, "beta": 0.1}}
+    own = of_others.get(trainer, {})
     return {**_OF_TRAINER, **own, **_implied_by_switches(arguments, **_OF_VLLM)}
 
 
@@ -248,9 +334,9 @@ def _correction(arguments: Arguments) -> None:
     arguments.carry(settings, *every)
 
 
-def _say_what_sft_does(arguments: Arguments) -> None:
+def _say_what_is_cut(arguments: Arguments, trainer: str) -> None:
     arguments.remarks.append("TRL cuts examples over max_length; Burnish leaves them out")
-    if not arguments.look_up("assistant_only_loss"):
+    if trainer == "sft" and not arguments.look_up("assistant_only_loss"):
         arguments.remarks.append(
             "of chats TRL trains on every turn unless assistant_only_loss is true; Burnish trains on the assistant's turns"
         )
@@ -269,7 +355,11 @@ def _is_open_r1(arguments: Arguments) -> bool:
 
 
 def _generates(arguments: Arguments) -> bool:
-    return trainer_of(arguments) != "sft"
+    return trainer_of(arguments) in ("grpo", "rloo", "ppo", _DISTILLS)
+
+
+def _preferred(arguments: Arguments) -> str:
+    return _ON_PREFERENCES.get(trainer_of(arguments), "")
 
 
 _OF_OPEN_R1 = {
@@ -310,6 +400,7 @@ TRL = Framework(
     combine=combine_trl,
     defaults=_defaults,
     generates=_generates,
+    preferences=_preferred,
 )
 OPEN_R1 = Framework(
     "open-r1",

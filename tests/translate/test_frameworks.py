@@ -97,17 +97,12 @@ def test_a_wait_without_end_is_not_carried() -> None:
 @pytest.mark.parametrize(
     "words",
     [
-        "trl dpo --model_name_or_path m",
-        "python trl/scripts/dpo.py --beta 0.1",
-        "llamafactory-cli train --stage dpo --pref_beta 0.1",
-        "llamafactory-cli train --stage rm",
         "llamafactory-cli train --finetuning_type oft",
-        "axolotl train rl=dpo base_model=m",
-        "axolotl train rl=kto base_model=m",
-        "axolotl train rl=orpo base_model=m",
-        "llamafactory-cli train --stage kto",
-        "trl kto --model_name_or_path m",
-        "axolotl train reward_model=true",
+        "llamafactory-cli train --stage ppo",
+        "trl bco --model_name_or_path m",
+        "python examples/scripts/cpo.py --dataset_name d",
+        "axolotl train process_reward_model=true",
+        "axolotl train rl=ebft base_model=m",
         "openrlhf.cli.train_dpo --model.beta 0.1",
         "deepspeed --module openrlhf.cli.train_rm --data.max_len 8",
         "foo=1 bar=2",
@@ -117,6 +112,77 @@ def test_a_wait_without_end_is_not_carried() -> None:
 def test_what_has_no_counterpart_is_refused_rather_than_translated(words: str) -> None:
     with pytest.raises(UsageError):
         translate_arguments(words.split())
+
+
+TRL = "--model_name_or_path m --dataset_name d"
+LLAMA_FACTORY = "llamafactory-cli train --model_name_or_path m --dataset d --stage"
+
+
+@pytest.mark.parametrize(
+    ("words", "command", "method"),
+    [
+        (f"trl dpo {TRL}", "dpo", {}),
+        (f"trl dpo {TRL} --beta 0.2 --label_smoothing 0.1", "dpo", {"beta": 0.2, "label_smoothing": 0.1}),
+        (
+            f"trl dpo {TRL} --loss_type sigmoid_norm sft --loss_weights 1.0 0.5",
+            "dpo",
+            {"loss": {"sigmoid": 1.0, "nll": 0.5}, "length_normalized": True},
+        ),
+        (f"trl dpo {TRL} --loss_type exo_pair", "dpo", {}),
+        (f"trl kto {TRL} --desirable_weight 2.0", "dpo", {"loss": {"kto": 1.0}, "desirable_weight": 2.0}),
+        (f"python scripts/orpo.py {TRL}", "dpo", {"loss": {"orpo": 0.1, "nll": 1.0}, "reference": "none"}),
+        (
+            f"python scripts/cpo.py {TRL} --loss_type simpo --cpo_alpha 0.0 --beta 2.0",
+            "dpo",
+            {"loss": {"simpo": 1.0}, "reference": "none", "beta": 2.0},
+        ),
+        (f"trl reward {TRL} --center_rewards_coefficient 0.01", "rm", {"center": 0.01}),
+        (f"trl sft {TRL} --loss_type dft", "sft", {"loss": "dft"}),
+        (f"python scripts/gkd.py {TRL} --teacher_model_name_or_path t", "rl", {}),
+        ("axolotl train rl=dpo base_model=m rl_beta=0.3", "dpo", {"beta": 0.3}),
+        ("axolotl train rl=ipo base_model=m", "dpo", {"loss": {"ipo": 1.0}}),
+        (
+            "axolotl train rl=kto base_model=m kto_undesirable_weight=0.5",
+            "dpo",
+            {"loss": {"kto": 1.0}, "undesirable_weight": 0.5},
+        ),
+        ("axolotl train rl=orpo base_model=m orpo_alpha=0.2", "dpo", {"loss": {"orpo": 0.2, "nll": 1.0}, "reference": "none"}),
+        (
+            "axolotl train rl=simpo base_model=m cpo_alpha=0 simpo_gamma=0.7",
+            "dpo",
+            {"loss": {"simpo": 1.0}, "reference": "none", "simpo_gamma": 0.7},
+        ),
+        ("axolotl train reward_model=true base_model=m", "rm", {}),
+        (f"{LLAMA_FACTORY} dpo --pref_beta 0.3", "dpo", {"beta": 0.3}),
+        (f"{LLAMA_FACTORY} dpo --pref_ftx 0.5 --pref_loss hinge", "dpo", {"loss": {"hinge": 1.0, "nll": 0.5}}),
+        (f"{LLAMA_FACTORY} kto --kto_rejected_weight 2.0", "dpo", {"loss": {"kto": 1.0}, "undesirable_weight": 2.0}),
+        (f"{LLAMA_FACTORY} rm --finetuning_type full", "rm", {}),
+        (f"{LLAMA_FACTORY} sft --use_dft_loss true", "sft", {"loss": "dft"}),
+    ],
+)  # fmt: skip
+def test_losses_of_preferences_are_carried(
+    words: str, command: str, method: dict[str, Any]
+) -> None:
+    text = translate_arguments(words.split())
+    assert text.startswith(f"# for burnish {command}\n")
+    assert yaml.safe_load(text).get("method", {}) == method
+    assert text.rstrip().endswith(" 0 lost")
+    if "exo_pair" in words:
+        assert "loss_type=exo_pair: method.loss" in text
+
+
+def test_columns_and_parts_of_axolotl_are_carried(tmp_path: Path) -> None:
+    file = tmp_path / "dpo.yaml"
+    file.write_text(
+        "base_model: m\nrl: dpo\nunfrozen_parameters: [lm_head, ^model.norm]\n"
+        "datasets: [{path: d, field_messages: talk, field_chosen: good, field_rejected: bad}]\n"
+    )
+    settings = settings_of(str(file))
+    assert settings["data"] == {"train": ["d"], "prompt_column": "talk", "max_length": 512}
+    assert settings["method"] == {"chosen_column": "good", "rejected_column": "bad"}
+    assert settings["model"]["train"] == ["^lm_head", "^model.norm"]
+    part = settings_of("axolotl train base_model=m unfrozen_parameters=['embed_tokens[:32000]']")
+    assert "train" not in part["model"]
 
 
 def test_openrlhfs_dotted_and_flat_arguments_mean_the_same() -> None:
