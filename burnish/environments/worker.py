@@ -13,6 +13,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from typing import Any
@@ -46,7 +47,12 @@ def main(descriptor: int, parent: int) -> None:
     """Describe the class if asked to, then serve calls until the connection closes or the process `parent` is gone."""
     os.set_inheritable(descriptor, False)
     exit_without(parent)
-    with Connection(descriptor) as connection, asyncio.Runner() as runner:
+    # The trainer may close the connection before an answer, and then nobody wants it.
+    with (
+        suppress(ConnectionError),
+        Connection(descriptor) as connection,
+        asyncio.Runner() as runner,
+    ):
         try:
             function, kwargs, asked, sys.argv, sys.path = connection.recv()
             make = load_function(function, "rollout.environment.function")
@@ -68,7 +74,7 @@ def main(descriptor: int, parent: int) -> None:
         while True:
             try:
                 calls = connection.recv()
-            except (EOFError, ConnectionError):
+            except EOFError:
                 return
             serve(environments, calls, lambda: make(**kwargs), send, runner)
             if os.getpid() != own:

@@ -170,11 +170,14 @@ class RewardPool:
         completion = Completion(no_ids, no_numbers, no_numbers, "stop", weights_version=0)
         rollout, _ = self.score([Rollout(prompt, sample, completion, text) for sample in range(2)])
         if any(call.error for call in rollout.calls):  # None is an answer: it does not apply
+            do = "correct the row, or set data.answer_column to the column that the function reads"
+            if any(":" in entry.function for entry in self._config.functions):
+                do = f"correct the function in reward.functions{message_hint(rollout)}"
             raise UsageError(
                 f"the reward fails for {name}",
                 have=rollout.reward_error,
                 want=f"a number for each completion, such as {text[:80]!r}",
-                do=f"correct the function in reward.functions{message_hint(rollout)}",
+                do=do,
             )
 
     def score(self, rollouts: Sequence[Rollout], check: Check = lambda: None) -> list[Rollout]:

@@ -11,6 +11,7 @@ import faulthandler
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -40,7 +41,12 @@ def main(descriptor: int, parent: int, stack: int) -> None:
         os.set_inheritable(inherited, False)
     faulthandler.register(STACK_SIGNAL, stack, all_threads=False)
     exit_without(parent)
-    with Connection(descriptor) as connection, asyncio.Runner() as runner:
+    # The trainer may close the connection before an answer, and then nobody wants it.
+    with (
+        suppress(ConnectionError),
+        Connection(descriptor) as connection,
+        asyncio.Runner() as runner,
+    ):
         try:
             named, concurrency, timeout, sys.argv, sys.path = connection.recv()
             functions = [load_function(name, "reward.functions", REWARDS) for name, _ in named]
@@ -55,7 +61,7 @@ def main(descriptor: int, parent: int, stack: int) -> None:
         while True:
             try:
                 index, bundle = connection.recv()
-            except (EOFError, ConnectionError):
+            except EOFError:
                 return
             function = functions[index]
             style = signatures[index].style

@@ -226,3 +226,11 @@ def test_the_limit_of_tokens_is_for_the_whole_conversation():
 def test_a_function_that_is_no_agent_is_refused(name):
     with pytest.raises(UsageError):
         EnvironmentPool(EnvironmentConfig(agent=f"{CALLERS}:{name}"))
+
+
+@pytest.mark.nightly
+def test_an_agent_that_fails_by_a_refusal_says_which():
+    (rollout,), *_ = hold("echo", [["hello, I am here"]], max_tokens=12)
+    assert rollout.end == "failed"
+    assert "400" in rollout.reward_error
+    assert "rollout.max_response_length" in rollout.reward_error.rpartition("400")[2]

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from multiprocessing import Pipe
 from pathlib import Path
 
 import pytest
@@ -9,6 +13,7 @@ from support.ranks.waiting import until_gone
 
 from burnish.config.environment import EnvironmentConfig
 from burnish.environments.base import Action
+from burnish.environments.calls import Begin, Step
 from burnish.environments.pool import EnvironmentPool
 from burnish.errors import UsageError
 
@@ -137,3 +142,19 @@ def test_tools_are_described_by_types_and_docstrings():
 def test_a_class_describes_tools_that_depend_on_its_arguments():
     with pool_of("Described", tool="look") as pool:
         assert [each["function"]["name"] for each in pool.described.tools] == ["look"]
+
+
+def test_a_worker_whose_trainer_waits_no_longer_ends_without_a_word():
+    trainer, worker = Pipe()
+    with worker, trainer:
+        numbers = str(worker.fileno()), str(os.getpid())
+        argv = [sys.executable, "-m", "burnish.environments.worker", *numbers]
+        child = subprocess.Popen(argv, pass_fds=[worker.fileno()], stderr=subprocess.PIPE)
+        worker.close()
+        trainer.send((f"{TALKERS}:Waiting", {}, "", sys.argv, sys.path))
+        trainer.recv()
+        trainer.send([Begin((0, 0), {}, 0), Step((0, 0), Action("x", "x"))])
+        assert trainer.recv().error is None
+        trainer.close()
+        assert child.communicate() == (None, b"")
+    assert child.returncode == 0

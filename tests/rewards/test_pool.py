@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from multiprocessing import Pipe
 from pathlib import Path
 
 import pytest
@@ -775,3 +776,22 @@ def test_calls_cost_messages_not_processes(make_pool, texts, monkeypatch) -> Non
     monkeypatch.setattr("subprocess.Popen", None)
     for _ in range(2):
         assert all(r.reward == 1 + 2 for r in pool.score(rollouts))
+
+
+def test_a_worker_whose_trainer_waits_no_longer_ends_without_a_word(tmp_path: Path) -> None:
+    (tmp_path / "slow.py").write_text(
+        "import time\n\ndef slow(completions, **columns):\n    time.sleep(0.3)\n    return [1.0]\n"
+    )
+    trainer, worker = Pipe()
+    with open(os.devnull, "r+b") as stack, worker, trainer:
+        files = worker.fileno(), stack.fileno()
+        numbers = map(str, (files[0], os.getpid(), files[1]))
+        argv = [sys.executable, "-m", "burnish.rewards.worker", *numbers]
+        child = subprocess.Popen(argv, pass_fds=files, stderr=subprocess.PIPE)
+        worker.close()
+        trainer.send(([(f"{tmp_path}/slow.py:slow", {})], 1, 9.0, sys.argv, sys.path))
+        assert len(trainer.recv()) == 1
+        trainer.send((0, [(0, {"completions": ["x"]}, 1)]))
+        trainer.close()
+        assert child.communicate() == (None, b"")
+    assert child.returncode == 0

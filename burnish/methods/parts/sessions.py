@@ -79,7 +79,7 @@ class _Session:
     turns: int = 0
     limit: End | None = None
     """The limit that it reached."""
-    refusal: str = "the agent asked nothing"
+    refusal: str = ""
     """Why a request got no answer."""
 
 
@@ -192,6 +192,20 @@ class Sessions(Conversations):
         assert answer.observation is not None
         self._go_on(talk, answer.observation)
 
+    def _answered(
+        self,
+        talk: OpenConversation,
+        action: Any,
+        answer: Answered,
+        asked: float,
+        sampling: Sampling,
+    ) -> None:
+        """Say which request was refused, if an agent fails: its client tells the status alone."""
+        refusal = self._sessions[talk.key].refusal
+        if answer.observation is None and refusal:
+            answer = answer._replace(error=f"{answer.error}; a request got status 400: {refusal}")
+        super()._answered(talk, action, answer, asked, sampling)
+
     def _go_on(self, talk: OpenConversation, observation: Observation) -> None:
         """Take in an agent's next requests, or its end."""
         session = self._sessions[talk.key]
@@ -202,7 +216,7 @@ class Sessions(Conversations):
         talk.earn(observation)
         talk.end = session.limit or "done"
         if not session.branches:
-            talk.fail(f"the model said nothing: {session.refusal}")
+            talk.fail(f"the model said nothing: {session.refusal or 'the agent asked nothing'}")
 
     def _finished(self, talks: Sequence[OpenConversation]) -> list[Rollout]:
         for talk in talks:
