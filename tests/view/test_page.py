@@ -88,7 +88,7 @@ def make_pairs(directory: Path) -> None:
 
 
 def make_talks(directory: Path) -> None:
-    """A group of conversations: a good one, one that reached a limit, a hostile one and a failed one. Only the first two have a trace."""
+    """A group of conversations: a good one, one that reached a limit, a hostile one a failed one, and one of two branches. Only the first two have a trace."""
     run = RunDirectory(make_run(directory, steps=1))
     wrong = {**RECORD[3], "content": "13", "rewards": {"right": 0.0}}
     call = {"name": HOSTILE[1], "arguments": {HOSTILE[2]: HOSTILE[5]}}
@@ -108,10 +108,12 @@ def make_talks(directory: Path) -> None:
         made_talk(sample=1, record=[*RECORD[:3], wrong], reward=0.25, end="turns"),
         made_talk(sample=2, record=[begun, *heard, *odd], reward=0.0, end="unreadable"),
         made_talk(sample=3, record=RECORD[:2], reward=0.0, end="failed", error="environment: <b>"),
+        made_talk(sample=4, reward=1.0),
+        replace(made_talk(sample=4, record=RECORD[:3], reward=1.0), branch=1),
     ]  # fmt: skip
     texts = lambda ids: ["I say", " heard", " twelve"][: len(ids)]  # noqa: E731
-    write_rollouts(run.rollouts, 1, table_of(talks), [0.0] * 4, texts)
-    Traces(run, TracesConfig(), 10**9, 0).take(1, talks, [0.0] * 4, [0, 1])
+    write_rollouts(run.rollouts, 1, table_of(talks), [0.0] * 6, texts)
+    Traces(run, TracesConfig(), 10**9, 0).take(1, talks, [0.0] * 6, [0, 1])
 
 
 def make_said(directory: Path) -> None:
@@ -469,6 +471,18 @@ def test_a_conversation_is_shown_turn_by_turn(tab: Tab, address: str) -> None:
         tab.resize(width, 900, mobile=width == 400)
         show(tab, place)
         assert tab.run("document.documentElement.scrollWidth") <= width
+
+
+@pytest.mark.nightly
+def test_branches_of_a_conversation_are_told_apart(tab: Tab, address: str) -> None:
+    show(tab, f"{address}#/run/talks/rollouts")
+    tab.run("document.querySelectorAll('.item')[5].click()")
+    tab.wait("document.querySelector('.column .facts')?.innerText.includes('branch 1')")
+    titles = tab.run("[...document.querySelectorAll('.samples a')].map((e) => e.title)")
+    assert [title.partition(":")[0] for title in titles[-2:]] == ["sample 4", "sample 4, branch 1"]
+    assert "sample=3" not in tab.run("document.querySelector('.beside').href")
+    show(tab, f"{address}#/run/talks/prompt/0")
+    assert count(tab, ".samples a") == 5
 
 
 @pytest.mark.nightly

@@ -84,7 +84,7 @@ function column(row, siblings, to, {wanted, most, shared}) {
       copyButton(() => row.completion, "Copy the completion"), frozen ? null : copyButton(() => new URL(toRollout(row), location).href, "Copy the link to this rollout", "Link")),
     h("dl.parts", parts, numbers),
     row.reward_error ? h("div.notice", h("strong", row.end === "failed" ? "The environment failed" : "A reward function failed"), h("div.mono", words(row.reward_error))) : null,
-    row.tokens?.[wanted] ? tokens(row.tokens, wanted, most) : talk.length && !isRaw ? conversationShown(row, shared) : completion(row.completion, talk.length ? 0 : shared),
+    row.tokens?.[wanted] ? tokens(row.tokens, wanted, most, talk) : talk.length && !isRaw ? conversationShown(row, shared) : completion(row.completion, talk.length ? 0 : shared),
     trace(row.trace));
 }
 
@@ -95,7 +95,7 @@ function completion(text, shared) {
 }
 
 // Tokens, each on a colour as strong as its number is large relative to `most`; those of an environment have none. Shows the number under the pointer.
-function tokens(all, wanted, most) {
+function tokens(all, wanted, most, talk) {
   const arrays = arraysOf(all), isHeard = (i) => all.by_model?.[i] === false, values = all[wanted].map(num);
   const signed = !ONE_SIDED.includes(wanted), far = wanted === "logprobs" ? `−${short(most)}` : short(most);
   const told = h("output", "Point at a token.");
@@ -104,7 +104,9 @@ function tokens(all, wanted, most) {
     const numbers = isHeard(i) ? [h("span.soft", "the environment's, not trained on")] : arrays.map((each) => h("span", h("span.soft", `${titleOf(each)} `), short(all[each][i])));
     told.replaceChildren(h("span.soft", count(Number(i) + 1)), h("q", words(all.texts[i])), ...numbers);
   };
-  let turns = 0;
+  // Where earlier turns stand in other branches, the last ones of the conversation are here.
+  const own = all.by_model?.filter((isSaid, i) => isSaid && !all.by_model[i - 1]).length ?? 0;
+  let turns = Math.max(0, talk.filter(({role}) => role === "assistant").length - own);
   const mark = (i) => all.by_model && (i === 0 || isHeard(i) !== isHeard(i - 1)) && h("span.mark", isHeard(i) ? "environment" : `turn ${(turns += 1)}`);
   const token = (text, i) => {
     const value = values[i], share = Math.round(STRONGEST * Math.min(1, Math.abs(value) / most)) || 0;
