@@ -100,6 +100,8 @@ def referenced(
     `rows` are the items that will be read; None: all. `kind` tells items of the same rows apart.
     """
     layout = foundation.layout
+    if rows is not None and [*rows] == [*range(len(items))]:
+        rows = None
     given = foundation if path is None else reference_foundation(foundation, path)
     session.intact.require(*([path] if path else foundation.places(fresh=True)))
     with agree(layout):
@@ -130,11 +132,12 @@ def referenced(
                 bar.advance()
         engine.close()
     if layout.is_main:
-        count = sum(len(chosen[starts[number] :][:ROWS_OF_A_FILE]) for number in missing)
+        kept = len(starts) - len(missing)
         _log.info(
-            "the reference's log-probs of %d rows: %d computed now, the others by earlier starts",
+            "the reference's log-probs of %d rows: %d of %d files were there from earlier starts",
             len(chosen),
-            count,
+            kept,
+            len(starts),
         )
     places = None if rows is None else {row: place for place, row in enumerate(rows)}
     return ReferencedItems(items, places, [part for part in parts if part is not None])

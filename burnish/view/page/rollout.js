@@ -85,7 +85,7 @@ function column(row, siblings, to, {wanted, most, shared}) {
     h("dl.parts", parts, numbers),
     row.reward_error ? h("div.notice", h("strong", row.end === "failed" ? "The environment failed" : "A reward function failed"), h("div.mono", words(row.reward_error))) : null,
     row.tokens?.[wanted] ? tokens(row.tokens, wanted, most, talk) : talk.length && !isRaw ? conversationShown(row, shared) : completion(row.completion, talk.length ? 0 : shared),
-    trace(row.trace));
+    sideOf(row) ? null : trace(row.trace));
 }
 
 // A completion; its beginning is grey if the completion beside it begins in the same way.
