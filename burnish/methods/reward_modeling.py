@@ -25,6 +25,7 @@ class RewardModeling(PairMethod):
     title = "reward modelling"
     help = "Train a reward model on pairs of answers, of which one was preferred. The same command again resumes the run."
     lr = 1e-5
+    lora_lr = 1e-4
     Settings = RewardSettings
     is_judged = True
     card = ("batch.examples", "method.center")
@@ -32,13 +33,19 @@ class RewardModeling(PairMethod):
     def problems(self, config: RunConfig) -> Iterator[BurnishError]:
         """See `Method.problems`."""
         yield from super().problems(config)
-        partly = {"model.lora": config.model.adapter, "model.train": config.model.train}
-        for setting in (name for name, value in partly.items() if value):
+        if config.model.train:
             yield UsageError(
-                "a reward model is trained whole, because its head is new",
-                have=setting,
-                want="all weights trained",
-                do=f"remove {setting}",
+                "a reward model is trained whole, or by an adapter, because its head is new",
+                have="model.train",
+                want="all weights trained, or model.lora",
+                do="remove model.train",
+            )
+        if config.model.adapter and config.engine.kind != "torch":
+            yield UsageError(
+                "adapters of reward models are trained by the torch engine alone",
+                have=f"engine.kind: {config.engine.kind}",
+                want="engine.kind: torch, or no model.lora",
+                do="remove one of the two",
             )
 
     def foundation(self, foundation: Foundation) -> Foundation:
@@ -47,7 +54,12 @@ class RewardModeling(PairMethod):
         from burnish.models.value_head import classifier_config
 
         hf_config = classifier_config(foundation.hf_config, foundation.tokenizer.pad_token_id)
-        return valued(foundation, foundation.config.model, hf_config)
+        judge = valued(foundation, foundation.config.model, hf_config)
+        if foundation.adapter is None:
+            return judge
+        from burnish.methods.parts.adapted_judge import adapted_judge
+
+        return adapted_judge(judge, foundation.adapter["base"])
 
     def rewards(self, config: RunConfig) -> Callable[[TokenOutputs, MicroBatch], Tensor]:
         """See `PairMethod.rewards`."""

@@ -7,6 +7,8 @@ has the same head.
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
+from typing import Any
 
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
@@ -85,8 +87,19 @@ def head_has_bias(config: PretrainedConfig) -> bool:
 
 
 def value_head(model: PreTrainedModel) -> nn.Linear:
-    """Return a model's scalar head."""
-    return next(child for child in model.children() if isinstance(child, nn.Linear))
+    """Return a model's scalar head. PEFT wraps one that is trained beside an adapter."""
+    return next(child for _, child in _heads(model))
+
+
+def value_head_name(model: PreTrainedModel) -> str:
+    """Return the name of a model's scalar head."""
+    return next(name for name, _ in _heads(model))
+
+
+def _heads(model: PreTrainedModel) -> Iterator[tuple[str, Any]]:
+    for name, child in model.named_children():
+        if isinstance(getattr(child, "original_module", child), nn.Linear):
+            yield name, child
 
 
 def state_values(hidden: Tensor, head: nn.Linear) -> Tensor:

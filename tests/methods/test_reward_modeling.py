@@ -92,6 +92,42 @@ def test_a_killed_run_goes_on_to_the_bit(work: Path) -> None:
     assert_same(done(work, *argv, "name=killed"), whole)
 
 
+@pytest.mark.nightly
+def test_an_adapter_and_its_head_are_peft(work: Path) -> None:
+    """PEFT and transformers compute what the run measured; a killed run goes on to the bit; two processes do what one does."""
+    from peft import AutoPeftModelForSequenceClassification
+
+    argv = [*RUN, "model.lora.rank=4", "data.validation=[pairs.jsonl]", "checkpoint.save_every=1"]
+    run = done(work, *argv, "name=adapted")
+    rows = metrics(run)
+    assert rows[-1]["val/accuracy"] > rows[0]["val/accuracy"]
+    path = run / f"checkpoints/step-{STEPS:08d}/model"
+    model = AutoPeftModelForSequenceClassification.from_pretrained(
+        path, num_labels=1, torch_dtype=torch.float32
+    ).eval()
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    with torch.no_grad():
+        leads = [
+            float(
+                reward(model, tokenizer, row["prompt"] + row["chosen"])
+                - reward(model, tokenizer, row["prompt"] + row["rejected"])
+            )
+            for row in PAIRS
+        ]
+    assert rows[-1]["val/margin"] == pytest.approx(np.mean(leads), rel=1e-4)
+    at = At("burnish.methods.parts.offline_training:make_batch", 12, signal.SIGKILL)
+    (command,) = ranks(work, [*argv, "name=adapted-killed"], 1, at=at)
+    assert command.wait() != 0
+    assert_same(done(work, *argv, "name=adapted-killed"), run)
+    assert_same(done(work, *argv, "name=adapted-shared", world=2), run)
+    # Merged, it judges completions.
+    merged = work / "merged"
+    model.merge_and_unload().save_pretrained(merged)
+    tokenizer.save_pretrained(merged)
+    models = f"reward.models=[{{path: {merged}}}]"
+    done(work, "rl", "rl.yaml", "name=judged-merged", "steps=1", models, "reward.functions=[]")
+
+
 def test_what_it_writes_judges_completions(work: Path, alone: Path) -> None:
     path = alone / f"checkpoints/step-{STEPS:08d}/model"
     models = f"reward.models=[{{path: {path}}}]"
@@ -143,7 +179,8 @@ def test_a_reward_model_is_measured_by_subset(work: Path, alone: Path) -> None:
 
 
 def test_mistakes_end_before_anything_is_written(work: Path) -> None:
-    for argv, fact in ((["model.lora.rank=4"], "model.lora"), (["method.center=-1"], "center")):
+    refused = (["model.train=[norm]"], "model.train"), (["method.center=-1"], "center")
+    for argv, fact in refused:
         code, output = burnish(work, *RUN, "name=wrong", *argv, "--dry-run")
         assert code == 2, output
         assert fact in output.partition("error: ")[2]

@@ -32,6 +32,7 @@ from burnish.distributed.layout import Layout
 from burnish.errors import IncompatibleError, few
 from burnish.families import family_of
 from burnish.files.safetensors import ADAPTER_PREFIX, model_digest
+from burnish.models.heads import has_value_head
 from burnish.models.kernels.mixers import mixers
 from burnish.models.language_model import Composite
 from burnish.models.loading import SafetensorsSource
@@ -503,6 +504,7 @@ def adapter_record(
         **({"dropout": lora.dropout} if lora.dropout else {}),
         **({"modules_to_save": lora.modules_to_save} if lora.modules_to_save else {}),
         **({"keeps_ties": True} if keeps_ties(built, lora) else {}),
+        **({"task": "SEQ_CLS"} if has_value_head(hf_config) else {}),
     }
 
 

@@ -102,8 +102,9 @@ def peft_config(
     is_transposed: bool = False,
     *,
     keeps_ties: bool = False,
+    task: str = "CAUSAL_LM",
 ) -> Any:
-    """Return PEFT's description of an adapter, `is_transposed` for GPT-2's layers. Raises `UsageError` without PEFT.
+    """Return PEFT's description of an adapter, `is_transposed` for GPT-2's layers, for a `task`. Raises `UsageError` without PEFT.
 
     `keeps_ties`: the tables of embeddings and output are trained as one.
     """
@@ -117,7 +118,7 @@ def peft_config(
         target_parameters=[kind for kind in kinds if are_parameters(kind)] or None,
         modules_to_save=list(lora.modules_to_save) or None,
         ensure_weight_tying=keeps_ties,
-        task_type="CAUSAL_LM",
+        task_type=task,
     )
 
 
@@ -134,7 +135,10 @@ def save_adapter_config(
     lora = LoraConfig(**{name: record[name] for name in names_of_settings if name in record})
     is_transposed = record.get("fan_in_fan_out", False)
     keeps_ties = record.get("keeps_ties", False)
-    described = peft_config(lora, record["targets"], is_transposed, keeps_ties=keeps_ties)
+    task = record.get("task", "CAUSAL_LM")
+    described = peft_config(
+        lora, record["targets"], is_transposed, keeps_ties=keeps_ties, task=task
+    )
     values = described.to_dict()
     values |= {_BASE_PATH: record["base"], "inference_mode": True}
     if base := HubPlace.of(record["base"], "model"):
