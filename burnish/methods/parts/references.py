@@ -132,11 +132,10 @@ def referenced(
                 bar.advance()
         engine.close()
     if layout.is_main:
-        kept = len(starts) - len(missing)
         _log.info(
             "the reference's log-probs of %d rows: %d of %d files were there from earlier starts",
             len(chosen),
-            kept,
+            len(starts) - len(missing),
             len(starts),
         )
     places = None if rows is None else {row: place for place, row in enumerate(rows)}

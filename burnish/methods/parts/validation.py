@@ -31,7 +31,7 @@ from burnish.distributed.collectives import agree, gather_objects, reduce_stats,
 from burnish.distributed.device import device_name
 from burnish.distributed.layout import Layout
 from burnish.engines.base import Engine
-from burnish.errors import StoppedError
+from burnish.errors import IncompatibleError, StoppedError
 from burnish.methods.offline import OfflineMethod
 from burnish.methods.parts.generators import make_collector
 from burnish.methods.parts.judges import load_judge
@@ -308,7 +308,15 @@ def _with_weights(
     if step is None:
         return foundation
     same_on_all_ranks(str(step.path), "the step to evaluate", layout)
-    require_same_adapter(step.state.get(ADAPTER_STATE), foundation.adapter, step.path)
+    record = step.state.get(ADAPTER_STATE)
+    if isinstance(record, Mapping) and record.get("task"):
+        raise IncompatibleError(
+            f"{step.path} holds a reward model as an adapter",
+            have=f"an adapter for the task {record['task']}",
+            want="a whole model",
+            do="merge it with PEFT (AutoPeftModelForSequenceClassification, merge_and_unload), and evaluate that",
+        )
+    require_same_adapter(record, foundation.adapter, step.path)
     if layout.is_main:
         log.info("evaluating %s", _weights_of(step, foundation.config.engine.precision))
     return replace(foundation, source=CheckpointSource(step, layout))
