@@ -322,11 +322,13 @@ class Stream(Mixture[Item]):
             self._warn("a row that cannot be read is left out: %s", str(error))
             return None
         self._broken = 0
-        if part.limit is not None and len(item.token_ids) > part.limit:
+        samples = item if isinstance(item, tuple) else (item,)
+        if part.limit is not None and max(len(each.token_ids) for each in samples) > part.limit:
             self._warn("%s is over the limit and left out", part.rows.where(place))
             return None
-        is_empty = isinstance(item, Example) and not item.loss_mask.any()
-        return None if is_empty else item
+        is_empty = any(isinstance(each, Example) and not each.loss_mask.any() for each in samples)
+        has_equal = len({each.token_ids.tobytes() for each in samples}) < len(samples)
+        return None if is_empty or has_equal else item
 
     def _warn(self, message: str, about: str) -> None:
         warned = self._warned.setdefault(message, set())

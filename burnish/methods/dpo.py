@@ -195,7 +195,8 @@ class DPO(PairMethod):
         )
         losses = self.settings(foundation.config).loss
         without = [name for name in losses if ":" not in name and name not in _WITH_MARGIN]
-        if dataset.margins and without and foundation.layout.is_main:
+        is_told = setting == "data.train" and foundation.layout.is_main
+        if dataset.margins and without and is_told:
             columns = " and ".join(dataset.margins)
             _log.warning("%s: margins of rows (%s) are not used", ", ".join(without), columns)
         return dataset

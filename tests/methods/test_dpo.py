@@ -139,6 +139,16 @@ def test_a_reference_of_ones_own_is_the_papers(work: Path, other: Path, apart: P
 
 
 @pytest.mark.nightly
+def test_streamed_pairs_train_as_read_ones(work: Path, alone: Path) -> None:
+    """Their reference stays in memory. What is equal, empty or too long is left out."""
+    odd = [{**PAIRS[0], "rejected": PAIRS[0]["chosen"]}, {**PAIRS[0], "chosen": "7" * 40}]
+    write_rows(work / "odd.jsonl", [*PAIRS[:1], *odd, *PAIRS[1:]])
+    streamed = ["data.streaming=1", "data.train=[odd.jsonl]", "data.validation=[pairs.jsonl]"]
+    run = done(work, *RUN, "name=streamed", *streamed)
+    near(load_model(run), load_model(alone), 2e-5)
+
+
+@pytest.mark.nightly
 @pytest.mark.parametrize("world", [1, 2])
 def test_a_killed_run_goes_on_to_the_bit(work: Path, world: int) -> None:
     argv = [*RUN, "checkpoint.save_every=1"]
