@@ -7,8 +7,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from burnish.algorithms.aggregation import aggregation
 from burnish.algorithms.base import old_logprobs
 from burnish.algorithms.loss import Loss
+from burnish.config.schema import AggregationKind
 from burnish.records import MicroBatch, TokenOutputs
 from burnish.tracking.stats import Mean, Stats
 
@@ -30,5 +32,24 @@ def sampled_distillation(policy_loss: Loss, weight: float) -> Loss:
         loss, stats = policy_loss(outputs, replace(micro, advantages=advantages))
         stats["reverse_kl"] = Mean(apart.sum(), is_taught.sum())
         return loss, stats
+
+    return distillation_loss
+
+
+def vocabulary_distillation(
+    task_loss: Loss, weight: float, task: float, kind: AggregationKind, max_response_length: int
+) -> Loss:
+    """Return `task` · the task's loss + `weight` · the divergence from the teacher, aggregated as `kind` says.
+
+    Statistics, besides the task loss's: `divergence`, which the engine has computed (`burnish.models.divergence`).
+    """
+
+    def distillation_loss(outputs: TokenOutputs, micro: MicroBatch) -> tuple[Tensor, Stats]:
+        loss, stats = task_loss(outputs, micro)
+        mean = aggregation(kind, micro, max_response_length)
+        weights = 1.0 if micro.weights is None else micro.weights
+        divergence = mean(weights * outputs.probed)
+        stats["divergence"] = mean.mean_of(divergence)
+        return task * loss + weight * divergence, stats
 
     return distillation_loss

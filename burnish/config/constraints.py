@@ -603,7 +603,7 @@ def reward_problems(config: RunConfig) -> Iterator[BurnishError]:
     if not config.distill.teachers:
         yield from _broken(config, _OF_REWARDS_ALONE)
     yield from _of_environment(config)
-    if not config.scores:
+    if not (config.scores or config.distill.teachers):
         yield UsageError(
             "there is no reward to learn from",
             have="reward.functions: []",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from pydantic import Field
 
 from burnish.config.section import Section
@@ -24,8 +26,14 @@ class DistillConfig(Section):
 
     teachers: list[TeacherConfig] = []
     """The teachers. Each row has one. Default: none, and no distillation."""
+    tokens: Literal["sampled", "topk", "all"] = "sampled"
+    """Which tokens of the vocabulary are compared at each place. sampled: the one that the student drew, only in RL; each token's advantage becomes A - weight · (log π - log π_teacher), whose gradient is that of the reverse KL. topk: the teacher's `k` most probable ones, and all others together. all: the whole vocabulary."""
+    k: int = Field(64, ge=1)
+    """With tokens topk: how many."""
+    mix: float = Field(1.0, ge=0, le=1)
+    """With tokens topk and all: β of the generalized Jensen-Shannon divergence (GKD, arXiv 2306.13649). 0: the forward KL, which covers all that the teacher does. 1: the reverse KL, which seeks what it does most."""
     weight: float = Field(1.0, gt=0)
-    """Weight of the teacher beside the rewards' advantages: each token's advantage becomes A - weight · (log π - log π_teacher), whose gradient is that of the reverse KL on the student's own completions (arXiv 2306.13649). Without rewards it is all."""
+    """RL: weight of the teacher beside the rewards. SFT: share of the divergence in the loss, at most 1; the rest is the negative log-likelihood."""
 
     @property
     def paths(self) -> list[str]:
@@ -33,4 +41,7 @@ class DistillConfig(Section):
         return [each.path for each in self.teachers if each.path != START]
 
     def __str__(self) -> str:
-        return f"{', '.join(each.path for each in self.teachers)}, weight {self.weight:g}"
+        kinds = {"sampled": "sampled tokens", "topk": f"top {self.k} tokens", "all": "all tokens"}
+        mix = "" if self.tokens == "sampled" else f", mix {self.mix:g}"
+        names = ", ".join(each.path for each in self.teachers)
+        return f"{names}, {kinds[self.tokens]}{mix}, weight {self.weight:g}"

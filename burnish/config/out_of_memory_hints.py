@@ -67,7 +67,11 @@ def remedies(
             ("reward models",),
             "a smaller model in reward.models",
         ),
-        (bool(config.distill.paths), ("teachers",), "a smaller model in distill.teachers"),
+        (
+            bool(config.distill.paths),
+            ("teachers", "teachers' heads"),
+            "a smaller model in distill.teachers",
+        ),
         (generates and config.algorithm.kl.coef > 0, ("reference",), "algorithm.kl.coef=0"),
         (engine.replicas > 1, _STATE, "engine.replicas=1"),
         (not torch, _STATE, stages),

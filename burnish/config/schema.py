@@ -819,7 +819,7 @@ class RunConfig(Section):
     critic: CriticConfig = CriticConfig()
     """RL: PPO's critic."""
     distill: DistillConfig = DistillConfig()
-    """RL: teachers."""
+    """RL, SFT: teachers."""
     method: dict[str, Any] = {}
     """`burnish run`: the settings that a method of your own declares."""
     evaluation: MayChange[EvaluationConfig] = EvaluationConfig()
@@ -878,8 +878,9 @@ class RunConfig(Section):
 
     @property
     def scores(self) -> bool:
-        """Whether completions are drawn and judged: by rewards or by a teacher."""
-        return self.has_rewards or bool(self.distill.teachers)
+        """Whether completions are drawn and judged: by rewards, or by a teacher of drawn tokens."""
+        is_taught = bool(self.distill.teachers) and self.distill.tokens == "sampled"
+        return self.has_rewards or is_taught
 
     @property
     def longest_completed(self) -> int:

@@ -8,9 +8,26 @@ from burnish.config.schema import RunConfig
 from burnish.errors import BurnishError, UsageError
 
 
-def teacher_problems(config: RunConfig) -> Iterator[BurnishError]:
-    """Yield why a model cannot learn from its teachers."""
-    sources = [teacher.source for teacher in config.distill.teachers]
+def teacher_problems(config: RunConfig, *, is_drawn: bool) -> Iterator[BurnishError]:
+    """Yield why a model cannot learn from its teachers. `is_drawn`: whether it answers itself."""
+    distill = config.distill
+    sources = [teacher.source for teacher in distill.teachers]
+    if not is_drawn:
+        yield from _of_examples(config)
+    if distill.tokens == "all" and len(sources) > 1:
+        yield UsageError(
+            "distill.tokens all compares with the output layer of one teacher",
+            have=f"{len(sources)} teachers",
+            want="one teacher, or their most probable tokens",
+            do="set distill.tokens=topk",
+        )
+    if distill.tokens != "sampled" and config.engine.kind == "megatron":
+        yield UsageError(
+            "the megatron engine does not compare vocabularies",
+            have=f"distill.tokens: {distill.tokens}",
+            want="sampled, or engine.kind: torch",
+            do="set distill.tokens=sampled in burnish rl, or engine.kind=torch",
+        )
     if len({*sources}) < len(sources):
         yield UsageError(
             "two teachers of distill.teachers teach the same rows",
@@ -23,10 +40,35 @@ def teacher_problems(config: RunConfig) -> Iterator[BurnishError]:
         "data.curriculum": config.data.curriculum == "measured",
     }
     for name, is_set in varying.items():
-        if is_set and not config.has_rewards:
+        if is_drawn and is_set and not config.has_rewards:
             yield UsageError(
                 f"{name} chooses rows by their rewards, and teachers give none",
                 have="reward.functions: []",
                 want="a reward function, a reward model or an environment",
                 do=f"set reward.functions, or remove {name}",
             )
+
+
+def _of_examples(config: RunConfig) -> Iterator[BurnishError]:
+    distill = config.distill
+    if distill.tokens == "sampled":
+        yield UsageError(
+            "a teacher of fixed answers has to be compared at more tokens than those that stand there",
+            have="distill.tokens: sampled, which is for tokens that the student drew",
+            want="topk or all",
+            do="set distill.tokens=all, or start burnish rl, where the student answers",
+        )
+    if any(teacher.source is not None for teacher in distill.teachers):
+        yield UsageError(
+            "teachers by source need completions that the student draws",
+            have="distill.teachers[].source",
+            want="one teacher without source",
+            do="remove source, or start burnish rl",
+        )
+    if distill.weight > 1:
+        yield UsageError(
+            "distill.weight is the share of the teacher in the loss of fixed answers",
+            have=f"distill.weight: {distill.weight:g}",
+            want="at most 1",
+            do="lower distill.weight",
+        )

@@ -90,7 +90,9 @@ def planner_of(
         shapes = [ModelShape.of(model_fields(ModelConfig(path=judge.path))) for judge in judges]
     with of_setting("distill.teachers"):
         teachers = [
-            ModelShape.of(model_fields(ModelConfig(path=path))) for path in config.distill.paths
+            ModelShape.of(model_fields(ModelConfig(path=path)))
+            for path in config.distill.paths
+            if "distill" not in method.unread
         ]
     fields = model_fields(config.model)
     return Planner(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
@@ -66,7 +65,7 @@ class RL(Method):
         if config.distill.teachers:
             from burnish.config.teacher_problems import teacher_problems
 
-            yield from teacher_problems(config)
+            yield from teacher_problems(config, is_drawn=True)
 
     def size_problems(self, config: RunConfig, shares: int) -> Iterator[BurnishError]:
         """See `Method.size_problems`."""
@@ -101,10 +100,7 @@ class RL(Method):
         from burnish.plan.model import Workload
 
         parts = (config.batch, config.data, config.rollout, config.algorithm)
-        work = Workload.of_completions(*parts)
-        starts = len(config.distill.teachers) - len(config.distill.paths)
-        reference = work.has_reference or starts > 0
-        return replace(work, scorings=work.scorings + starts, has_reference=reference)
+        return Workload.of_completions(*parts).taught(config.distill)
 
     def dry_runs(self, config: RunConfig) -> Iterator[Callable[[], object]]:
         """See `Method.dry_runs`."""
@@ -165,9 +161,13 @@ class RL(Method):
 
         loss = policy_loss_fn(config.algorithm, config.rollout.max_response_length)
         if config.distill.teachers:
-            from burnish.algorithms.distillation import sampled_distillation
+            from burnish.algorithms import distillation
 
-            return sampled_distillation(loss, config.distill.weight)
+            weight = config.distill.weight
+            if config.distill.tokens == "sampled":
+                return distillation.sampled_distillation(loss, weight)
+            how = (config.algorithm.aggregation, config.rollout.max_response_length)
+            return distillation.vocabulary_distillation(loss, weight, 1.0, *how)
         return loss
 
     def run(

@@ -17,8 +17,12 @@ from burnish.methods.offline import OfflineMethod
 if TYPE_CHECKING:
     from burnish.data.examples import ExampleDataset
     from burnish.engines.base import LossFn
+    from burnish.methods.parts.offline_training import Models
+    from burnish.plan.model import Workload
+    from burnish.records import Batch
     from burnish.runs.setup import Foundation
     from burnish.tracking.progress import Progress
+    from burnish.tracking.stats import Stats
 
 
 class FineTuningSettings(Section):
@@ -40,6 +44,7 @@ class SFT(OfflineMethod):
     # As QLoRA (arXiv 2305.14314), and recipes of TRL, axolotl and Unsloth.
     lora_lr = 2e-4
     Settings = FineTuningSettings
+    unread = tuple(name for name in OfflineMethod.unread if name != "distill")
 
     def named(self, config: RunConfig) -> RunConfig:
         """See `Method.named`. Runs of earlier versions recorded no settings."""
@@ -53,6 +58,10 @@ class SFT(OfflineMethod):
         name = self.settings(config).loss
         if name not in FINE_TUNING_LOSSES and ":" not in name:
             yield no_function(name, "method.loss", FINE_TUNING_LOSSES)
+        if config.distill.teachers:
+            from burnish.config.teacher_problems import teacher_problems
+
+            yield from teacher_problems(config, is_drawn=False)
 
     def dataset(
         self,
@@ -88,8 +97,39 @@ class SFT(OfflineMethod):
 
         yield partial(sft_loss, self.settings(config).loss)
 
+    def facts(self, config: RunConfig) -> Iterator[tuple[str, str]]:
+        """See `Method.facts`."""
+        yield from super().facts(config)
+        if config.distill.teachers:
+            yield "teacher", str(config.distill)
+
+    def workload(self, config: RunConfig) -> Workload:
+        """See `Method.workload`."""
+        return super().workload(config).taught(config.distill)
+
+    def dry_runs_of_models(self, foundation: Foundation) -> Iterator[Callable[[], object]]:
+        """See `Method.dry_runs_of_models`."""
+        yield from super().dry_runs_of_models(foundation)
+        if foundation.config.distill.paths:
+            from burnish.methods.parts.distillation import dry_runs_of_teachers
+
+            yield from dry_runs_of_teachers(foundation)
+
     def loss(self, config: RunConfig) -> LossFn:
         """See `OfflineMethod.loss`."""
         from burnish.algorithms.fine_tuning import sft_loss
 
-        return sft_loss(self.settings(config).loss)
+        loss = sft_loss(self.settings(config).loss)
+        if config.distill.teachers:
+            from burnish.algorithms.distillation import vocabulary_distillation
+
+            weight = config.distill.weight
+            return vocabulary_distillation(loss, weight, 1 - weight, "token_mean", 1)
+        return loss
+
+    def prepare(self, models: Models, batch: Batch) -> tuple[Batch, Stats]:
+        """See `OfflineMethod.prepare`."""
+        batch, stats = super().prepare(models, batch)
+        if models.teachers is not None:
+            batch = models.teachers.taught(batch, lambda number: 0)
+        return batch, stats

@@ -146,7 +146,7 @@ def _softmax_sums(
     kernels = _kernels(hidden)
     sums = torch.empty(4, len(hidden), dtype=exact, device=hidden.device)
     logits = None
-    for rows in _slices(len(hidden), options.chunk):
+    for rows in row_slices(len(hidden), options.chunk):
         del logits  # frees them before the next are computed
         logits = hidden[rows] @ weight.T
         if kernels is not None:
@@ -160,7 +160,7 @@ def _softmax_sums(
 def _sums_of(
     logits: Tensor, columns: Tensor, options: LogprobOptions, exact: torch.dtype
 ) -> Tensor:
-    z = _transformed(logits, options, exact)[0]
+    z = transformed_logits(logits, options, exact)[0]
     column = columns[:, None]
     top = z.amax(dim=-1, keepdim=True)
     exponents = z.sub_(top)
@@ -184,7 +184,7 @@ def _gradients(
     # gradient of log-probs, and if the loss uses entropies, H and its gradient; both gradients times the constant ∂z / ∂(raw logit).
     kernels = _kernels(hidden)
     hidden_gradient = torch.empty_like(hidden)
-    chunks = list(_slices(len(hidden), options.chunk))
+    chunks = list(row_slices(len(hidden), options.chunk))
     # Several chunks add up in fp32: a sum in bf16 would be rounded after each.
     total = (
         torch.zeros_like(weight, dtype=known.dtype) if wants_weight and len(chunks) != 1 else None
@@ -201,26 +201,27 @@ def _gradients(
                 logits[local] = _logit_gradient(logits[local], columns[own], known[:, own], options)
         torch.mm(logits, weight, out=hidden_gradient[rows])
         if total is not None:
-            _add_product(total, logits.T, hidden[rows])
+            add_product(total, logits.T, hidden[rows])
         elif wants_weight:
             alone = logits.T @ hidden[rows]
         del logits  # frees them before the next are computed
     return hidden_gradient, alone if total is None else total.to(weight.dtype)
 
 
-def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """Add `left` @ `right` to `total`, which may have a wider dtype."""
     if is_sm80_or_newer(left.device) and left.dtype.itemsize == 2:
         torch.addmm(total, left, right, total.dtype, out=total)
         return
     # In pieces, since the product is as large as the weight.
-    for rows in _slices(len(total), _SUMMED_ROWS):
+    for rows in row_slices(len(total), _SUMMED_ROWS):
         total[rows] += left[rows] @ right
 
 
 def _logit_gradient(
     logits: Tensor, columns: Tensor, known: Tensor, options: LogprobOptions
 ) -> Tensor:
-    z, slope = _transformed(logits, options, known.dtype)
+    z, slope = transformed_logits(logits, options, known.dtype)
     (normalizer, upstream, *of_entropy), column = known[..., None], columns[:, None]
     log_p = z.sub_(normalizer)
     if of_entropy:
@@ -232,10 +233,10 @@ def _logit_gradient(
     return gradient if slope is None else gradient.mul_(slope)
 
 
-def _transformed(
+def transformed_logits(
     logits: Tensor, options: LogprobOptions, exact: torch.dtype
 ) -> tuple[Tensor, Tensor | None]:
-    # Returns z, a copy in fp32, and the softcap's derivative if there is one.
+    """Return z, a copy in `exact`, and the softcap's derivative if there is one."""
     factor, bound = options.factors
     if bound is None:
         z = logits.to(exact, copy=True)
@@ -249,11 +250,12 @@ def _pieces(rows: slice, logits: Tensor) -> Iterator[tuple[slice, slice]]:
     size = len(logits)
     if logits.device.type == "cpu":
         size = _CPU_BLOCK_BYTES // (4 * logits.shape[1])
-    for local in _slices(len(logits), max(1, size)):
+    for local in row_slices(len(logits), max(1, size)):
         yield local, slice(rows.start + local.start, rows.start + local.stop)
 
 
-def _slices(count: int, size: int) -> Iterator[slice]:
+def row_slices(count: int, size: int) -> Iterator[slice]:
+    """Yield slices of at most `size` of `count` rows."""
     for start in range(0, count, size):
         yield slice(start, min(start + size, count))
 

@@ -5,7 +5,7 @@ The head runs inside `Scorer.forward`, so a sharded `Scorer` gathers the head's 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -53,9 +53,13 @@ class Scorer(nn.Module):
             )
 
     def forward(
-        self, plan: ScoringPlan, temperature: float = 1.0, routing: Any = None
+        self,
+        plan: ScoringPlan,
+        temperature: float = 1.0,
+        routing: Any = None,
+        probe: Any = None,
     ) -> TokenOutputs:
-        """Score the plan's tokens; `temperature` divides the logits, `routing` instructs the routers.
+        """Score the plan's tokens; `temperature` divides the logits, `routing` instructs the routers, `probe` reads the states.
 
         Entry t of the outputs [T] is for the prediction of token t, and 0 if the plan does not score it.
         """
@@ -98,7 +102,10 @@ class Scorer(nn.Module):
         options = LogprobOptions(self.chunk, temperature, self.transform)
         found = token_logprobs(states, head, plan.targets, options, part)
         logprobs, entropy = (plan.spread(values) for values in found)
-        return TokenOutputs(logprobs=logprobs, entropy=entropy)
+        outputs = TokenOutputs(logprobs=logprobs, entropy=entropy)
+        if probe is None:
+            return outputs
+        return replace(outputs, probed=probe.read(states, head, plan, options, part))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -198,6 +198,10 @@ class Needs:
             model = self._model
             copies = model.elements + self._ordered + model.published_adapter
             parts["generator"] = float(self._width * copies)
+        if self._work.keeps_heads:
+            shapes = [each._model.shape for each in self._teachers or [self]]
+            heads = sum(shape.vocabulary * shape.hidden for shape in shapes)
+            parts["teachers' heads"] = self._width * heads / self._tensor
         for name, models in {"reward models": self._judges, "teachers": self._teachers}.items():
             if models:
                 parts[name] = sum(

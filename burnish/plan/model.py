@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple, Self
 
+from burnish.config.distillation import DistillConfig
 from burnish.config.schema import (
     MOST_SLOTS,
     AlgorithmConfig,
@@ -402,6 +403,8 @@ class Workload:
     """Whether a frozen reference scores the sequences."""
     has_critic: bool = False
     """Whether a second model learns values."""
+    keeps_heads: bool = False
+    """Whether each device holds teachers' whole output layers, for the divergence over the vocabulary."""
     slots: int = 0
     """Most sequences that a device generates at one time; 0: none are generated."""
     generates_beside: bool = False
@@ -475,6 +478,16 @@ class Workload:
     def alone(self) -> Self:
         """The work of a critic or reward model."""
         return replace(self, has_critic=False, has_reference=False, slots=0)
+
+    def taught(self, distill: DistillConfig) -> Self:
+        """Return the work with teachers. One that is the start is the reference."""
+        starts = len(distill.teachers) - len(distill.paths)
+        return replace(
+            self,
+            scorings=self.scorings + starts,
+            has_reference=self.has_reference or starts > 0,
+            keeps_heads=bool(distill.teachers) and distill.tokens == "all",
+        )
 
     @property
     def length(self) -> int:

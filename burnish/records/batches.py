@@ -36,6 +36,8 @@ class MicroBatch(TrainingArrays[Tensor]):
     """[T] bool or None; tokens that the policy loss treats differently (`algorithms.token_selection`)."""
     kl: float = 0.0
     """KTO's reference point: how far the policy is from the reference over the *global* batch, at least 0."""
+    probe: Any = None
+    """What reads the states that the head gets, besides log-probs (`burnish.models.divergence`)."""
     temperature: float = 1.0
     """Divides the logits before log-probs are taken: the policy that sampled at this temperature is the one trained."""
 
@@ -89,6 +91,8 @@ class TokenOutputs:
     """[T] fp32, value of the state that the token was predicted from: all tokens before it."""
     experts: Tensor = field(default_factory=_nothing)
     """[T, L, k] uint8 or int16, the experts that each token went to in each of L routers, if they were requested."""
+    probed: Any = field(default_factory=_nothing)
+    """What `MicroBatch.probe` read, if there is one."""
     router_loss: Tensor = field(default_factory=_nothing)
     """Scalar fp32, this rank's part of the load-balancing loss, if there is one. It has no gradient: the routers add it themselves."""
 
@@ -151,7 +155,7 @@ class Batch:
             spans = map(slice, ends[:-1], ends[1:])
             yield [pair for pair in zip(numbers, spans, strict=True) if pair[0] >= 0]
 
-    def with_field(self, name: str, values: Iterable[Tensor | None]) -> Batch:
+    def with_field(self, name: str, values: Iterable[Any]) -> Batch:
         """Replace a field of each micro-batch."""
         filled = []
         for micro, value in zip(self.microbatches, values, strict=True):

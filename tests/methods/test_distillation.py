@@ -221,15 +221,153 @@ def test_each_row_has_the_teacher_of_its_source() -> None:
         {"teachers": [{"path": "x", "source": "b"}, {"path": "y", "source": "a"}]}
     )
     forwards = [partial(forward, 0), partial(forward, 1)]
-    teachers = Teachers(config, torch.device("cpu"), forwards, [])
+    teachers = Teachers(config, forwards, [], None)
     table: Any = SimpleNamespace(sources=sources, groups=np.arange(5))
     (answered,) = teachers.answered([batch], table)
     logprobs = [micro.given("teacher_logprobs").numpy() for micro in answered.microbatches]
     found = answered.by_example(logprobs)
     for number, example in enumerate(examples):
         base = {"a": 100.0, "b": 0.0, "c": np.nan}[sources[number]]
-        np.testing.assert_array_equal(found[number], base + example.token_ids)
+        wanted = np.where(example.loss_mask, base + example.token_ids, np.nan)
+        np.testing.assert_array_equal(found[number], wanted)
     whole = [example.token_ids.tolist() for example in examples]
     for teacher, numbers in enumerate([[1, 4], [0, 2]]):
         own = [ids for ids in seen[teacher] if ids in whole]
         assert sorted(own) == [whole[number] for number in numbers]
+
+
+def compared_by_torch(
+    work: Path, rows: list[tuple[str, list[int]]], mix: float, k: int | None, steps: int
+) -> tuple[dict[str, torch.Tensor], list[float]]:
+    """The weights and divergences of a student that is compared with the teacher on whole logits; 8 rows are a step."""
+    start = work / "runs/start/checkpoints/step-00000001/model"
+    student, teacher = (
+        AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+        for path in (start, work / "teacher")
+    )
+    ids = char_tokenizer().get_vocab()
+    optimizer = torch.optim.AdamW(student.parameters(), lr=0.01, weight_decay=0.0)
+    found = []
+    for step in range(steps):
+        values = []
+        for prompt, answer in rows[8 * step : 8 * step + 8]:
+            whole = torch.tensor([[*(ids[letter] for letter in prompt), *answer]])
+            places = slice(len(prompt) - 1, -1)
+            with torch.no_grad():
+                logq = log_softmax(teacher(whole).logits[0, places], dim=-1)
+            logp = log_softmax(student(whole).logits[0, places], dim=-1)
+            values.append(by_formula(logp, logq, mix, k))
+        divergence = torch.cat(values).mean()
+        divergence.backward()
+        torch.nn.utils.clip_grad_norm_(student.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(float(divergence.detach()))
+    return dict(student.state_dict()), found
+
+
+def by_formula(logp: torch.Tensor, logq: torch.Tensor, mix: float, k: int | None) -> torch.Tensor:
+    if k is not None:
+        top = logq.topk(k, dim=-1).indices
+        logp, logq = (
+            torch.cat([own, (1 - own.exp().sum(-1, keepdim=True)).log()], -1)
+            for own in (logp.gather(1, top), logq.gather(1, top))
+        )
+    if mix == 0:
+        return (logq.exp() * (logq - logp)).sum(-1)
+    if mix == 1:
+        return (logp.exp() * (logp - logq)).sum(-1)
+    logm = ((1 - mix) * logp.exp() + mix * logq.exp()).log()
+    return (mix * logq.exp() * (logq - logm) + (1 - mix) * logp.exp() * (logp - logm)).sum(-1)
+
+
+WAYS = {
+    "whole": ("all", 0.5, None),
+    "forward": ("all", 0.0, None),
+    "top": ("topk", 1.0, 5),
+}
+
+
+def fixed(name: str) -> list[str]:
+    tokens, mix, k = WAYS[name]
+    return [
+        *("sft", "distil.yaml", f"distill.tokens={tokens}", f"distill.mix={mix}"),
+        *(
+            "distill.weight=1",
+            f"distill.k={k or 64}",
+            "rollout={}",
+            "batch={examples: 8, tokens_per_device: 32}",
+        ),
+    ]
+
+
+@pytest.mark.parametrize("name", by_day(WAYS, ["whole"]))
+def test_fixed_answers_are_compared_at_all_tokens(work: Path, name: str) -> None:
+    run = done(work, *fixed(name), f"name={name}")
+    _, mix, k = WAYS[name]
+    lines = [json.loads(line) for line in (work / "train.jsonl").read_text().splitlines()]
+    tokenizer = char_tokenizer()
+    rows = [
+        (row["prompt"], [*tokenizer.encode(row["completion"]), tokenizer.eos_token_id])
+        for row in lines
+    ]
+    wanted, values = compared_by_torch(work, rows, mix, k, STEPS)
+    found = [row["train/divergence"] for row in metrics(run)]
+    np.testing.assert_allclose(found, values, rtol=2e-4)
+    near(load_model(run), wanted, 2e-4)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", ["whole", "top"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_two_processes_compare_what_one_does(work: Path, name: str, layout: str) -> None:
+    whole = work / "runs" / f"one-{name}"
+    if not whole.exists():
+        done(work, *fixed(name), f"name=one-{name}")
+    argv = [*fixed(name), f"name={name}-{layout}", *LAYOUTS[layout]]
+    assert_same(done(work, *argv, world=2), whole)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", ["whole", "top"])
+def test_own_completions_are_compared_at_all_tokens(work: Path, name: str) -> None:
+    tokens, mix, k = WAYS[name]
+    argv = [f"distill.tokens={tokens}", f"distill.mix={mix}", f"distill.k={k or 64}"]
+    run = done(work, *RUN, *argv, "distill.weight=1", "batch.prompts=2", f"name=own-{name}")
+    ids = char_tokenizer().get_vocab()
+    rows = [
+        (row["prompt"], [ids[text] for text in row["tokens"]["texts"]])
+        for step in range(STEPS)
+        for row in rollouts(run, step + 1)
+    ]
+    wanted, values = compared_by_torch(work, rows, mix, k, STEPS)
+    found = [row["actor/divergence"] for row in metrics(run)]
+    np.testing.assert_allclose(found, values, rtol=2e-4)
+    near(load_model(run), wanted, 2e-4)
+
+
+@pytest.mark.nightly
+def test_the_likelihood_has_the_rest_of_the_loss(work: Path) -> None:
+    run = done(work, *fixed("whole"), "name=mixed", "distill.weight=0.25", "model.lora.rank=4")
+    plain = done(work, *fixed("whole"), "name=plain", "distill.teachers=[]", "model.lora.rank=4")
+    mixed = metrics(run)[0]
+    nll = metrics(plain)[0]["train/loss"]
+    wanted = 0.75 * nll + 0.25 * mixed["train/divergence"]
+    assert mixed["train/loss"] == pytest.approx(wanted, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("argv", "facts"),
+    [
+        (["distill.tokens=sampled"], ["distill.tokens", "burnish rl"]),
+        (["distill.weight=2"], ["distill.weight"]),
+        (["distill.teachers=[{path: teacher, source: a}]"], ["source"]),
+        (["distill.teachers=[{path: teacher, source: a}, {path: initial}]"], ["topk"]),
+        (["engine.kind=megatron"], ["megatron", "distill.tokens"]),
+    ],
+)
+def test_what_fixed_answers_cannot_have(work: Path, argv: list[str], facts: list[str]) -> None:
+    code, output = burnish(work, *fixed("whole"), "name=wrong", *argv, "--dry-run")
+    assert code == 2, output
+    assert [fact for fact in facts if fact not in output.partition("error: ")[2]] == [], output
+    assert not (work / "runs/wrong").exists()

@@ -233,7 +233,7 @@ class TorchEngine(ShardedEngine):
         factors: Tensor | None = None,
     ) -> TokenOutputs:
         routing = self._routing(micro, plan, factors, record=record)
-        output: TokenOutputs = self._scorer(plan, micro.temperature, routing)
+        output: TokenOutputs = self._scorer(plan, micro.temperature, routing, micro.probe)
         if record:
             from burnish.models.routing import tokens_of
 

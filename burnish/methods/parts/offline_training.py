@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -50,6 +50,8 @@ class Models:
     """The model that is trained."""
     start: Engine | None = None
     """The frozen model that training started from, if the method keeps it; `policy` itself under a fresh adapter."""
+    teachers: Any = None
+    """A `burnish.methods.parts.distillation.Teachers`; None without distillation."""
 
     def start_logprobs(self, batch: Batch) -> Batch:
         """Add `ref_logprobs`, the log-probs of the start. Collective."""
@@ -127,7 +129,12 @@ def train(method: OfflineMethod, config: RunConfig, layout: Layout, device: torc
                 if method.keeps_start(config)
                 else None
             )
-            models = Models(foundation, engine, start)
+            teachers = None
+            if config.distill.teachers and "distill" not in method.unread:
+                from burnish.methods.parts.distillation import load_teachers
+
+                teachers = load_teachers(foundation, engine, session.intact)
+            models = Models(foundation, engine, start, teachers)
             validate: Validation | None = None
             if held_out is not None:
                 from burnish.methods.parts.validation import example_validation
