@@ -8,11 +8,23 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from math import gcd, prod
 from typing import Any, Literal
 
 from burnish.errors import UsageError
+
+_LLAMA_NORMS = ("input_layernorm", "", "post_attention_layernorm", "")
+_NORMS_BEHIND = ("", "post_attention_layernorm", "", "post_feedforward_layernorm")
+_GEMMA_NORMS = (
+    "input_layernorm", "post_attention_layernorm",
+    "pre_feedforward_layernorm", "post_feedforward_layernorm",
+)  # fmt: skip
+_GLM4_NORMS = (
+    "input_layernorm", "post_self_attn_layernorm",
+    "post_attention_layernorm", "post_mlp_layernorm",
+)  # fmt: skip
+_FUSED_MLP = ("gate_up_proj", "gate_up_proj", "down_proj")
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,15 +32,27 @@ class Family:
     """How a model type differs from Llama where config.json does not say."""
 
     described: bool = True
-    """Whether this table is complete for the type, as the planner, the Megatron engine and fused layers need."""
-    norms: tuple[str, ...] = ("input_layernorm", "post_attention_layernorm")
-    """RMSNorms on the hidden state of a layer."""
+    """Whether this table is complete for the type, as the planner and fused layers need."""
+    on_megatron: bool = True
+    """Whether the Megatron engine computes the type. It reads the model's modules for what this table lacks."""
+    block_norms: tuple[str, str, str, str] = _LLAMA_NORMS
+    """RMSNorms before and after attention, before and after the MLP; empty where there is none."""
     norm_in_fp32: bool = False
     """RMSNorm multiplies by its weight in fp32 and rounds afterwards; Llama rounds first."""
     norm_offset: float = 0.0
     """Added to the weight of a norm."""
     query_norms: Literal["none", "head", "full"] = "none"
     """RMSNorm of queries and keys: none, each head by itself, or all heads together."""
+    query_norm_names: tuple[str, str] = ("q_norm", "k_norm")
+    """Names of these norms."""
+    norms_rotated: bool = False
+    """These norms come after the rotation."""
+    rotates_neighbours: bool = False
+    """Rotary positions rotate each even dim with the next one; others rotate the two halves of a head."""
+    rotates_in_windows: bool = False
+    """If there is a window, only layers that have it have rotary positions."""
+    caps_scores: bool = False
+    """Attention scores are bounded by attn_logit_softcapping, where config.json has it."""
     qkv_bias: bool = False
     """The projections to queries, keys and values always have biases."""
     optional_biases: tuple[str, ...] = ("attention_bias",)
@@ -39,8 +63,12 @@ class Family:
     """The router's softmax is over the logits of the chosen experts."""
     experts_module: str = "mlp"
     """Name of the part of a layer that holds router and experts, in the checkpoint."""
+    shared_expert: str = ""
+    """Name of the expert that every token goes to; empty: there is none."""
+    projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    """Names of an MLP's gate, up and down projection. One name twice: gate above up in one tensor."""
     expert_projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
-    """Names of an expert's gate, up and down projection, in the checkpoint."""
+    """Names of an expert's, in the checkpoint."""
     multiplies_logits_scaling: bool = False
     """Logits are multiplied by `logits_scaling`; other families divide by it."""
     key_heads: int | None = None
@@ -57,11 +85,16 @@ class Family:
     """If layer_types is missing, one in this many layers has no window; 0: max_window_layers decides."""
 
     @property
+    def norms(self) -> tuple[str, ...]:
+        """RMSNorms on the hidden state of a layer."""
+        return tuple(filter(None, self.block_norms))
+
+    @property
     def has_llama_layers(self) -> bool:
         """Layers compute what Llama's do, except for biases, norms per head, windows and experts."""
         return (
             self.described
-            and self.norms == ("input_layernorm", "post_attention_layernorm")
+            and self.block_norms == _LLAMA_NORMS
             and not self.norm_in_fp32
             and self.query_norms != "full"
         )
@@ -72,6 +105,8 @@ class Family:
         return self.described and self.query_norms != "full"
 
 
+_undescribed = partial(Family, described=False)
+_on_torch = partial(Family, described=False, on_megatron=False)
 FAMILIES: Mapping[str, Family] = {
     "llama": Family(optional_biases=("attention_bias", "mlp_bias")),
     "mistral": Family(windows="always", optional_biases=(), key_heads=8),
@@ -87,12 +122,7 @@ FAMILIES: Mapping[str, Family] = {
     "qwen3": Family(query_norms="head", windows="by_layer", head_dim=128, key_heads=32),
     "qwen3_moe": Family(query_norms="head", has_router=True, windows="switched", key_heads=4),
     "gemma3_text": Family(
-        norms=(
-            "input_layernorm",
-            "post_attention_layernorm",
-            "pre_feedforward_layernorm",
-            "post_feedforward_layernorm",
-        ),
+        block_norms=_GEMMA_NORMS,
         norm_in_fp32=True,
         norm_offset=1.0,
         query_norms="head",
@@ -102,25 +132,41 @@ FAMILIES: Mapping[str, Family] = {
         window_period=6,
         key_heads=4,
     ),
-    "olmo2": Family(
-        norms=("post_attention_layernorm", "post_feedforward_layernorm"),
-        norm_in_fp32=True,
-        query_norms="full",
+    "gemma": _undescribed(norm_in_fp32=True, norm_offset=1.0, tied=True),
+    "gemma2": _undescribed(
+        block_norms=_GEMMA_NORMS, norm_in_fp32=True, norm_offset=1.0, caps_scores=True, tied=True
     ),
-    "gpt_oss": Family(described=False, has_router=True, softmax_of_chosen=True),
-    "qwen3_next": Family(described=False, has_router=True),
-    "qwen3_5_moe_text": Family(described=False, has_router=True),
-    "gemma3n_text": Family(described=False, reads_directly=("correction_coefs",)),
-    "jamba": Family(described=False, reads_directly=("dt_proj",)),
-    "longcat_flash": Family(described=False, reads_directly=("classifier",)),
-    "hyperclovax": Family(described=False, multiplies_logits_scaling=True),
+    "olmo2": Family(block_norms=_NORMS_BEHIND, norm_in_fp32=True, query_norms="full"),
+    "olmo3": _undescribed(block_norms=_NORMS_BEHIND, norm_in_fp32=True, query_norms="full"),
+    "olmoe": _undescribed(query_norms="full", has_router=True),
+    "qwen2_moe": _undescribed(has_router=True, shared_expert="shared_expert"),
+    **dict.fromkeys(("cwm", "granite", "ministral", "seed_oss", "smollm3"), _undescribed()),
+    "exaone4": _undescribed(block_norms=_NORMS_BEHIND, query_norms="head", rotates_in_windows=True),
+    "hunyuan_v1_dense": _undescribed(
+        query_norms="head",
+        query_norm_names=("query_layernorm", "key_layernorm"),
+        norms_rotated=True,
+    ),
+    **dict.fromkeys(("ernie4_5", "helium"), _undescribed(rotates_neighbours=True)),
+    "glm": _undescribed(rotates_neighbours=True, projections=_FUSED_MLP),
+    "glm4": _undescribed(block_norms=_GLM4_NORMS, rotates_neighbours=True, projections=_FUSED_MLP),
+    "hyperclovax": _undescribed(
+        block_norms=("input_layernorm", "post_norm1", "post_attention_layernorm", "post_norm2"),
+        multiplies_logits_scaling=True,
+    ),
+    "gpt_oss": _on_torch(has_router=True, softmax_of_chosen=True),
+    "qwen3_next": _on_torch(has_router=True),
+    "qwen3_5_moe_text": _on_torch(has_router=True),
+    "gemma3n_text": _on_torch(reads_directly=("correction_coefs",)),
+    "jamba": _on_torch(reads_directly=("dt_proj",)),
+    "longcat_flash": _on_torch(reads_directly=("classifier",)),
 }
 """By `model_type`. Defaults are those of transformers' configuration classes."""
 
 
 def family_of(model_type: str) -> Family:
     """Return a model type's family; one outside the table is not `described`."""
-    return FAMILIES.get(model_type, Family(described=False))
+    return FAMILIES.get(model_type, _on_torch())
 
 
 def names_of(capability: str) -> str:

@@ -123,7 +123,9 @@ def _by_megatron(sizes: ModelSizes, engine: EngineConfig) -> Iterator[UsageError
     name = "engine.tensor_parallel"
     tensor = engine.tensor_parallel
     yield from _division(name, tensor, sizes.heads, "attention heads")
-    yield from _division(name, tensor, sizes.key_heads, "key heads", or_multiple=True)
+    # A norm of all key heads together needs each of them on one rank alone.
+    apart = sizes.family.query_norms != "full"
+    yield from _division(name, tensor, sizes.key_heads, "key heads", or_multiple=apart)
     fused = (sizes.heads + 2 * sizes.key_heads) * sizes.head_dim
     yield from _division(name, tensor, fused, "rows of queries, keys and values")
     yield from _division(name, tensor, sizes.intermediate, "intermediate columns")

@@ -33,21 +33,28 @@ _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 _EXPERT = re.compile(r"mlp\.experts\.local_experts\.(\d+)\.(.+)")
 
 IN_LAYER = {
-    "input_layernorm.weight": ("whole", "input_layernorm.weight"),
-    "self_attention.linear_qkv.layer_norm_weight": ("whole", "input_layernorm.weight"),
-    "self_attention.q_layernorm.weight": ("whole", "self_attn.q_norm.weight"),
-    "self_attention.k_layernorm.weight": ("whole", "self_attn.k_norm.weight"),
-    "self_attention.linear_qkv.weight": ("qkv", "self_attn.{}_proj.weight"),
-    "self_attention.linear_qkv.bias": ("qkv", "self_attn.{}_proj.bias"),
+    "input_layernorm.weight": ("whole", "{norms[0]}.weight"),
+    "self_attention.linear_qkv.layer_norm_weight": ("whole", "{norms[0]}.weight"),
+    "self_attention.q_layernorm.weight": ("heads", "self_attn.{queries[0]}.weight"),
+    "self_attention.k_layernorm.weight": ("heads", "self_attn.{queries[1]}.weight"),
+    "self_attention.core_attention.q_layernorm.weight": ("heads", "self_attn.{queries[0]}.weight"),
+    "self_attention.core_attention.k_layernorm.weight": ("heads", "self_attn.{queries[1]}.weight"),
+    "self_attention.linear_qkv.weight": ("qkv", "self_attn.{part}_proj.weight"),
+    "self_attention.linear_qkv.bias": ("qkv", "self_attn.{part}_proj.bias"),
     "self_attention.linear_proj.weight": ("columns", "self_attn.o_proj.weight"),
     "self_attention.linear_proj.bias": ("whole", "self_attn.o_proj.bias"),
-    "pre_mlp_layernorm.weight": ("whole", "post_attention_layernorm.weight"),
-    "mlp.linear_fc1.layer_norm_weight": ("whole", "post_attention_layernorm.weight"),
-    "mlp.linear_fc1.weight": ("gated", "mlp.{}.weight"),
-    "mlp.linear_fc1.bias": ("gated", "mlp.{}.bias"),
-    "mlp.linear_fc2.weight": ("columns", "mlp.{}.weight"),
-    "mlp.linear_fc2.bias": ("whole", "mlp.down_proj.bias"),
+    "self_attn_bda.norm.weight": ("whole", "{norms[1]}.weight"),
+    "pre_mlp_layernorm.weight": ("whole", "{norms[2]}.weight"),
+    "mlp.linear_fc1.layer_norm_weight": ("whole", "{norms[2]}.weight"),
+    "mlp.linear_fc1.weight": ("gated", "mlp.{part}.weight"),
+    "mlp.linear_fc1.bias": ("gated", "mlp.{part}.bias"),
+    "mlp.linear_fc2.weight": ("columns", "mlp.{part}.weight"),
+    "mlp.linear_fc2.bias": ("whole", "mlp.{part}.bias"),
     "mlp.router.weight": ("whole", "mlp.gate.weight"),
+    "mlp.shared_experts.linear_fc1.weight": ("gated", "mlp.{shared}.{part}.weight"),
+    "mlp.shared_experts.linear_fc2.weight": ("columns", "mlp.{shared}.{part}.weight"),
+    "mlp.shared_experts.gate_weight": ("whole", "mlp.{shared}_gate.weight"),
+    "mlp_bda.norm.weight": ("whole", "{norms[3]}.weight"),
 }
 """A layer's parameters except experts: how tensor ranks cut each, and the checkpoint tensors in it.
 
@@ -75,7 +82,8 @@ def regions_of(
     layer = _LAYER.fullmatch(parameter)
     prefix = ""
     seat = tensor
-    projections = ("gate_proj", "up_proj", "down_proj")
+    family = sizes.family
+    projections = family.projections
     if layer is None:
         cut, name = OUTSIDE_LAYERS.get(parameter, ("", ""))
         if parameter == "output_layer.weight" and sizes.tied:
@@ -83,33 +91,45 @@ def regions_of(
     else:
         prefix = f"model.layers.{layer[1]}."
         rest = layer[2]
-        module = sizes.family.experts_module
+        module = family.experts_module
         if of_expert := _EXPERT.fullmatch(rest):
             rest = f"mlp.{of_expert[2]}"
             seat = expert
-            projections = sizes.family.expert_projections
+            projections = family.expert_projections
             module = f"{module}.experts.{of_expert[1]}"
         cut, name = IN_LAYER.get(rest, ("", ""))
         if of_expert or rest == "mlp.router.weight":
             name = name.replace("mlp", module, 1)
-    if not cut:
+    if not cut or ("{shared}" in name and not family.shared_expert):
         raise IncompatibleError(
             f"Burnish does not know the Hugging Face name of Megatron's parameter {parameter}",
-            want="the parameters of a Llama-shaped model",
+            want="the parameters of a model that the Megatron engine computes",
             do="train this model with engine.kind=torch",
         )
+    if cut == "heads":  # a norm of all heads together has a weight for each head
+        cut = "rows" if family.query_norms == "full" else "whole"
+
+    def named(part: str) -> str:
+        return name.format(
+            part=part,
+            norms=family.block_norms,
+            queries=family.query_norm_names,
+            shared=family.shared_expert,
+        )
+
     seat = MegatronSlot() if cut == "whole" else seat
     dim = int(cut == "columns")
     halves = 2 if cut == "gated" else 1
     size = shape[dim] * seat.ranks
     if cut == "qkv":
-        spans = list(_by_group(name, sizes))
-    elif cut == "gated":  # gate above up
+        spans = [(named(letter), span) for letter, span in _by_group(sizes)]
+    elif cut == "gated":  # gate above up, in two tensors or in one
         rows, (gate, up, _) = size // 2, projections
-        spans = [(name.format(gate), (0, rows, 0, rows)), (name.format(up), (rows, rows, 0, rows))]
+        start, count = (rows, size) if gate == up else (0, rows)
+        spans = [(named(gate), (0, rows, 0, count)), (named(up), (rows, rows, start, count))]
     else:  # rows after those of tokens are padding
         count = sizes.vocabulary if cut == "vocabulary" else size
-        spans = [(name.format(projections[2]), (0, count, 0, count))]
+        spans = [(named(projections[2]), (0, count, 0, count))]
     regions = [_region(prefix + each, parameter, shape, dim, span) for each, span in spans]
     return cut_regions(regions, {parameter: ShardRule.of(size, dim, *seat, halves)})
 
@@ -127,14 +147,14 @@ def stacked(parts: Iterable[tuple[Region, ...]]) -> tuple[Region, ...]:
     )
 
 
-def _by_group(name: str, sizes: ModelSizes) -> Iterator[tuple[str, _Span]]:
+def _by_group(sizes: ModelSizes) -> Iterator[tuple[str, _Span]]:
     """Yield the rows of q, k and v in each query group."""
     dim = sizes.head_dim
     queries = sizes.heads // sizes.key_heads * dim
     for letter, first, rows in (("q", 0, queries), ("k", queries, dim), ("v", queries + dim, dim)):
         for group in range(sizes.key_heads):
             at = group * (queries + 2 * dim) + first
-            yield name.format(letter), (at, rows, group * rows, sizes.key_heads * rows)
+            yield letter, (at, rows, group * rows, sizes.key_heads * rows)
 
 
 def _region(name: str, parameter: str, shape: _Shape, dim: int, span: _Span) -> Region:

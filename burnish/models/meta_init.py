@@ -309,12 +309,14 @@ def _attention_costs(
         widths = (getattr(module, name, None) for name in names)
         query = next((width for width in widths if width), config.hidden_size // max(heads, 1))
         value = getattr(module, "v_head_dim", None) or query
-        window = _window(module, config, getattr(module, "layer_idx", position))
+        window = window_of(module, config, getattr(module, "layer_idx", position))
         yield window, 2 * heads * (query + value)
 
 
-def _window(module: nn.Module, config: PretrainedConfig, index: int) -> int | None:
-    """Return the layer's own window, else (Mistral) the configuration's."""
+def window_of(module: nn.Module, config: PretrainedConfig, index: int) -> int | None:
+    """Return the window of layer `index`, which has this attention: its own, else (Mistral) the configuration's."""
+    if getattr(module, "is_sliding", None) is False:  # EXAONE 4's other layers know the window too
+        return None
     kinds = getattr(config, "layer_types", None)
     is_full = kinds and kinds[index] != "sliding_attention"
     of_config = None if is_full else getattr(config, "sliding_window", None)

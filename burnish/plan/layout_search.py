@@ -134,7 +134,7 @@ class Planner:
             )
         if config.engine.kind == "megatron" and not shape.family.has_llama_layers:
             raise UsageError(
-                "the megatron engine does not compute models of this type",
+                "the planner does not know the megatron engine's memory for models of this type",
                 have="a model whose layers are not Llama's",
                 want=f"one of {names_of('has_llama_layers')}",
                 do="plan with engine.kind=torch",

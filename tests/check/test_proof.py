@@ -30,6 +30,7 @@ from burnish.distributed.layout import Layout
 from burnish.engines.base import Engine
 from burnish.engines.factory import make_engine
 from burnish.errors import BurnishError, IncompatibleError, UsageError
+from burnish.families import FAMILIES as TABLE
 from burnish.models import scorer
 from burnish.models.kernels import attention
 from burnish.models.kernels.attention import BlockPlan, Softmax
@@ -380,10 +381,11 @@ def test_the_families_of_the_table_pass(family: str) -> None:
 def test_the_page_of_models_names_what_is_compared() -> None:
     page = Path(__file__).parents[2] / "docs/reference/models.md"
     sections = dict(each.split("\n", 1) for each in page.read_text().split("\n## ")[1:])
-    trained, refused = sections["Trained"], sections["Refused"]
-    rows = ["".join(re.findall(r"^\|.*", each, re.MULTILINE)) for each in (trained, refused)]
-    names = [re.findall(r"`([\w-]+)`", each) for each in rows]
-    assert [sorted(each) for each in names] == [sorted(TRAINED), sorted(REFUSED)]
+    titles = ("Trained", "Refused", "With the Megatron engine")
+    rows = ["".join(re.findall(r"^\|.*", sections[each], re.MULTILINE)) for each in titles]
+    names = [sorted(re.findall(r"`([\w-]+)`", each)) for each in rows]
+    on_megatron = [name for name, each in TABLE.items() if each.on_megatron]
+    assert names == [sorted(TRAINED), sorted(REFUSED), sorted(on_megatron)]
 
 
 @pytest.mark.parametrize(

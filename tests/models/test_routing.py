@@ -41,6 +41,8 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "shared and not normalized": ("qwen3_next", {"norm_topk_prob": False}),
     "shared": ("qwen3_5_moe_text", {}),
     "normalized": ("qwen3_moe", {"norm_topk_prob": True}),
+    "shared beside a dense layer": ("qwen2_moe", {"norm_topk_prob": True}),
+    "all layers, all heads normed": ("olmoe", {}),
     "not normalized": ("qwen3_moe", {"norm_topk_prob": False}),
 }
 

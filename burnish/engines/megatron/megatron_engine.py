@@ -30,11 +30,12 @@ from burnish.engines.base import Engine, LossFn, Part
 from burnish.engines.megatron.distributed_optimizer import MegatronOptimizer, MegatronShards
 from burnish.engines.megatron.host import megatron_called
 from burnish.engines.megatron.mesh import MegatronMesh
-from burnish.engines.megatron.model import build_stages, llama_shape
+from burnish.engines.megatron.model import build_stages
+from burnish.engines.megatron.traits import model_traits
 from burnish.engines.offload import offloaded
 from burnish.engines.sharded_engine import ShardedEngine, trained
+from burnish.errors import UsageError
 from burnish.models.heads import has_value_head
-from burnish.models.meta_init import model_sizes
 from burnish.models.routing import Routing, index_dtype, tokens_of
 from burnish.models.scorer import ScoringPlan
 from burnish.records import Batch, MicroBatch, TokenOutputs
@@ -100,8 +101,15 @@ class MegatronEngine(ShardedEngine):
     @staticmethod
     def require_fitting(hf_config: PretrainedConfig, config: EngineConfig) -> None:
         """See `Engine.require_fitting`."""
-        llama_shape(hf_config)
-        require_divisible(model_sizes(hf_config), config)
+        traits = model_traits(hf_config)
+        require_divisible(traits.sizes, config)
+        if traits.shared_width % config.tensor_parallel:
+            raise UsageError(
+                "engine.tensor_parallel does not divide the expert that every token goes to",
+                have=f"engine.tensor_parallel: {config.tensor_parallel}, {traits.shared_width} columns",
+                want="a divisor of its columns",
+                do="lower engine.tensor_parallel",
+            )
 
     def forward_backward(self, batch: Batch, loss: LossFn) -> Stats:
         """See `Engine.forward_backward`."""

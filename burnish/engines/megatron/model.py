@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -35,29 +36,30 @@ from megatron.core.transformer.transformer_layer import (
     get_transformer_layer_offset,
 )
 from torch import Tensor, nn
-from torch.nn import functional
 from transformers import PretrainedConfig
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from burnish.config.schema import EngineConfig
 from burnish.engines.base import compute_dtype
 from burnish.engines.megatron.mesh import MegatronMesh
 from burnish.engines.megatron.modules import (
     LayerModules,
+    NormedResidual,
+    NormOfAllHeads,
     PackedCoreAttention,
     Packing,
     PlainRouter,
+    Rotation,
     RoutedLayer,
+    SharedExpert,
     layer_modules,
 )
-from burnish.errors import UsageError
-from burnish.families import ModelShape, family_of, names_of
+from burnish.engines.megatron.traits import ModelTraits, model_traits
 from burnish.models.heads import has_value_head
 from burnish.models.kernels.fused import rotation_of
 from burnish.models.logprobs import LogprobOptions, token_logprobs
 from burnish.models.parts import VocabularyPart
 from burnish.models.routing import Routing
-from burnish.models.scorer import ScoringPlan
+from burnish.models.scorer import ScoringPlan, logit_transform
 from burnish.models.value_head import head_has_bias, state_values
 from burnish.records import TokenOutputs
 
@@ -73,45 +75,6 @@ _RECOMPUTE: dict[str, dict[str, Any]] = {
 }
 
 
-def llama_shape(hf_config: PretrainedConfig) -> ModelShape:
-    """Return the model's sizes. Raises `UsageError` naming a feature that this engine lacks."""
-    kind = hf_config.model_type
-    if not family_of(kind).has_llama_layers:
-        raise UsageError(
-            f"the Megatron engine does not know models of type {kind}",
-            have=f"model_type: {kind}",
-            want=f"one of {names_of('has_llama_layers')}",
-            do="set engine.kind=torch",
-        )
-    if problem := next(_uncomputed(hf_config), None):
-        raise UsageError(
-            f"the Megatron engine does not compute {problem}",
-            have=f"a model of type {kind} that has it",
-            want="a model without it",
-            do="set engine.kind=torch",
-        )
-    return ModelShape.of(hf_config.to_dict())
-
-
-def _uncomputed(hf_config: PretrainedConfig) -> Iterator[str]:
-    if hf_config.hidden_act != "silu":
-        yield f"the activation {hf_config.hidden_act}"
-    if getattr(hf_config, "attention_bias", False):
-        yield "a bias in attention (attention_bias)"
-    if getattr(hf_config, "mlp_bias", False):
-        yield "a bias in the MLP (mlp_bias)"
-    rope = hf_config.rope_parameters
-    if rope["rope_type"] in ("dynamic", "longrope"):
-        yield f"rotary positions that depend on the length ({rope['rope_type']})"
-    if rope.get("partial_rotary_factor", 1.0) != 1.0:
-        yield "heads that are rotated in part (partial_rotary_factor)"
-    if has_value_head(hf_config):
-        if hf_config.num_labels != 1:
-            yield f"a head with {hf_config.num_labels} values per token"
-    elif any("ForCausalLM" not in name for name in hf_config.architectures or ()):
-        yield "a head that is neither a language model's nor a value head"
-
-
 class PackedGPT(GPTModel):
     """A pipeline stage of the model. A rank has several if stages are virtual."""
 
@@ -121,16 +84,18 @@ class PackedGPT(GPTModel):
         rotary: nn.Module,
         tokens: int,
         padding: int | None,
-        chunk: int,
+        scoring: LogprobOptions,
+        traits: ModelTraits,
         value_bias: bool | None = None,
         **options: Any,
     ) -> None:
-        """`rotary` is transformers' module, `tokens` the vocabulary's real size, `padding` the token whose embedding is not trained, `chunk` the
-        tokens per chunk of logits. `value_bias` is None for a language model.
+        """`rotary` is transformers' module, `tokens` the vocabulary's real size, `padding` the token whose embedding is not trained. `scoring`
+        lacks the temperature. `value_bias` is None for a language model.
         """
         super().__init__(*args, position_embedding_type="none", **options)
         self.padding = padding
-        self.chunk = chunk
+        self._scoring = scoring
+        self._traits = traits
         self._rotary = [rotary]  # in a list, so that it is not registered as a submodule
         group = self.pg_collection.tp
         rows = self.vocab_size // group.size()
@@ -151,14 +116,21 @@ class PackedGPT(GPTModel):
 
         Later stages take their input from `set_input_tensor`.
         """
-        cos, sin = self._rotary[0](plan.positions.float(), plan.positions[None])
-        packing = Packing(attends=plan.packing, rotation=rotation_of(cos, sin), routing=routing)
+        packing = Packing(
+            attends=plan.packing, rotations=dict(self._rotations(plan)), routing=routing
+        )
         hidden: Tensor = self.decoder(
             hidden_states=self._embedded(plan.input_ids) if self.pre_process else None,
             attention_mask=None,
             packed_seq_params=packing,
         )
         return self._scored(hidden, plan, temperature) if self.post_process else hidden
+
+    def _rotations(self, plan: ScoringPlan) -> Iterator[tuple[str, Rotation]]:
+        for kind in self._traits.rotations:
+            of_kind = (kind,) if kind else ()
+            angles = self._rotary[0](plan.positions.float(), plan.positions[None], *of_kind)
+            yield kind, rotation_of(*angles)
 
     def _embedded(self, ids: Tensor) -> Tensor:
         """Return hidden states [C, 1, H]; the padding token gets no gradient, as in transformers."""
@@ -169,7 +141,8 @@ class PackedGPT(GPTModel):
             hidden.register_hook(  # type: ignore[no-untyped-call]
                 lambda gradient: gradient.masked_fill(filler[:, None, None], 0)
             )
-        return hidden
+        factor = self._traits.embedding_factor(hidden.dtype)
+        return hidden if factor == 1 else hidden * factor
 
     def _scored(self, hidden: Tensor, plan: ScoringPlan, temperature: float) -> TokenOutputs:
         states = hidden[:, 0]
@@ -191,7 +164,7 @@ class PackedGPT(GPTModel):
             plan.predictors.take(states),
             weight[: len(part.tokens)],
             plan.targets,
-            LogprobOptions(self.chunk, temperature),
+            replace(self._scoring, temperature=temperature),
             None if part.group.size() == 1 else part,
         )
         return TokenOutputs(logprobs=plan.spread(logprobs), entropy=plan.spread(entropy))
@@ -216,37 +189,41 @@ def build_stages(
     hf_config: PretrainedConfig, config: EngineConfig, mesh: MegatronMesh, device: torch.device
 ) -> list[PackedGPT]:
     """Build this rank's stages, in the compute dtype with undefined weights. Call inside `megatron_called`. Collective."""
-    shape = llama_shape(hf_config)
+    traits = model_traits(hf_config)
     modules = layer_modules(config, device)
-    transformer = _transformer_config(shape, hf_config, config, modules.adds_gradients)
+    transformer = _transformer_config(traits, hf_config, config, modules.adds_gradients)
     options = {
-        "rotary": LlamaRotaryEmbedding(hf_config).to(device),
-        "chunk": config.logprob_rows(shape.vocabulary),
+        "rotary": traits.rotary(hf_config).to(device),
+        "scoring": LogprobOptions(
+            config.logprob_rows(traits.sizes.vocabulary), transform=logit_transform(hf_config)
+        ),
         "padding": hf_config.pad_token_id,
         "value_bias": head_has_bias(hf_config) if has_value_head(hf_config) else None,
     }
     stages = range(config.virtual_stages)
-    return [_stage(shape, transformer, modules, mesh, index, options) for index in stages]
+    return [_stage(traits, transformer, modules, mesh, index, options) for index in stages]
 
 
 def _transformer_config(
-    shape: ModelShape, hf_config: PretrainedConfig, config: EngineConfig, adds_gradients: bool
+    traits: ModelTraits, hf_config: PretrainedConfig, config: EngineConfig, adds_gradients: bool
 ) -> TransformerConfig:
     dtype = compute_dtype(config)
+    sizes = traits.sizes
     return TransformerConfig(
-        num_layers=shape.depth,
-        hidden_size=shape.hidden,
-        num_attention_heads=shape.heads,
-        num_query_groups=shape.key_heads,
-        kv_channels=shape.head_dim,
+        num_layers=sizes.depth,
+        hidden_size=sizes.hidden,
+        num_attention_heads=sizes.heads,
+        num_query_groups=sizes.key_heads,
+        kv_channels=sizes.head_dim,
         ffn_hidden_size=hf_config.intermediate_size,
         normalization="RMSNorm",
-        layernorm_epsilon=hf_config.rms_norm_eps,
-        qk_layernorm=shape.family.query_norms == "head",
-        add_qkv_bias=shape.family.qkv_bias,
+        layernorm_epsilon=traits.epsilon,
+        layernorm_zero_centered_gamma=sizes.family.norm_offset == 1,
+        qk_layernorm=sizes.family.query_norms == "head",
+        add_qkv_bias=traits.qkv_bias,
         add_bias_linear=False,
         gated_linear_unit=True,
-        activation_func=functional.silu,
+        activation_func=traits.activation,
         hidden_dropout=0.0,
         attention_dropout=0.0,
         params_dtype=dtype,
@@ -256,7 +233,7 @@ def _transformer_config(
         sequence_parallel=config.megatron_sequence_parallel and config.tensor_parallel > 1,
         context_parallel_size=config.sequence_parallel,
         pipeline_model_parallel_size=config.pipeline_parallel,
-        pipeline_model_parallel_layout=pipeline_layout(shape.depth, config),
+        pipeline_model_parallel_layout=pipeline_layout(sizes.depth, config),
         pipeline_dtype=dtype,
         variable_seq_lengths=True,
         # With virtual stages, two ranks may each be both before and after the other. Exchanges in one batch would then
@@ -271,17 +248,19 @@ def _transformer_config(
         calculate_per_token_loss=True,
         gradient_accumulation_fusion=adds_gradients,
         **_RECOMPUTE[config.activation_checkpointing],
-        **(_of_experts(shape, hf_config, config) if shape.experts else {}),
+        **(_of_experts(traits, hf_config, config) if sizes.experts else {}),
     )
 
 
 def _of_experts(
-    shape: ModelShape, hf_config: PretrainedConfig, config: EngineConfig
+    traits: ModelTraits, hf_config: PretrainedConfig, config: EngineConfig
 ) -> dict[str, Any]:
     return {
-        "num_moe_experts": shape.experts,
-        "moe_ffn_hidden_size": shape.expert_intermediate,
-        "moe_layer_freq": [int(layer.experts > 0) for layer in shape.layers],
+        "num_moe_experts": traits.sizes.experts,
+        "moe_ffn_hidden_size": traits.sizes.expert_intermediate,
+        "moe_shared_expert_intermediate_size": traits.shared_width or None,
+        "moe_shared_expert_gate": traits.shared_width > 0,
+        "moe_layer_freq": [int(layer.has_experts) for layer in traits.layers],
         "moe_router_topk": hf_config.num_experts_per_tok,
         "moe_router_pre_softmax": not getattr(hf_config, "norm_topk_prob", True),
         "moe_router_load_balancing_type": "none",
@@ -305,7 +284,7 @@ def pipeline_layout(layers: int, config: EngineConfig) -> list[list[str]] | None
 
 
 def _stage(
-    shape: ModelShape,
+    traits: ModelTraits,
     transformer: TransformerConfig,
     modules: LayerModules,
     mesh: MegatronMesh,
@@ -319,18 +298,21 @@ def _stage(
     last = pipeline.rank() == pipeline.size() - 1 and index == (virtual or 1) - 1
     first = get_transformer_layer_offset(transformer, vp_stage, pipeline.rank())
     count = get_num_layers_to_build(transformer, vp_stage, pipeline.rank())
-    layers = [_layer(shape, layer, modules) for layer in range(first, first + count)]
+    layer_specs = [
+        _layer(traits, layer, transformer, modules, mesh) for layer in range(first, first + count)
+    ]
     stage = PackedGPT(
         transformer,
-        TransformerBlockSubmodules(layer_specs=layers, layer_norm=modules.norm),
-        vocab_size=-(-shape.vocabulary // tensor) * tensor,
+        TransformerBlockSubmodules(layer_specs=layer_specs, layer_norm=modules.norm),
+        vocab_size=-(-traits.sizes.vocabulary // tensor) * tensor,
         max_sequence_length=0,  # only for learned positions, which the model lacks
         pre_process=pipeline.rank() == 0 and index == 0,
         post_process=last,
-        share_embeddings_and_output_weights=shape.tied and options["value_bias"] is None,
+        share_embeddings_and_output_weights=traits.sizes.tied and options["value_bias"] is None,
         pg_collection=mesh.groups,
         vp_stage=vp_stage,
-        tokens=shape.vocabulary,
+        tokens=traits.sizes.vocabulary,
+        traits=traits,
         **options,
     )
     _mark_cut(stage)
@@ -349,34 +331,67 @@ def _mark_cut(stage: PackedGPT) -> None:
                 weight.allreduce = False
 
 
-def _layer(shape: ModelShape, layer: int, modules: LayerModules) -> ModuleSpec:
-    qk_norm = modules.norm if shape.family.query_norms == "head" else IdentityOp
-    mixture = shape.layers[layer].experts > 0
-    router = sum(each.experts > 0 for each in shape.layers[:layer])
+def _layer(
+    traits: ModelTraits,
+    layer: int,
+    transformer: TransformerConfig,
+    modules: LayerModules,
+    mesh: MegatronMesh,
+) -> ModuleSpec:
+    own = traits.layers[layer]
+    family = traits.family
+    before, behind, before_mlp, behind_mlp = traits.block_norms
+    mixture = own.has_experts
+    router = sum(each.has_experts for each in traits.layers[:layer])
+    core = partial(PackedCoreAttention, traits=own, family=family, norm=modules.norm)
+
+    def residual(norm: str) -> Any:
+        if not norm and own.factor == 1:
+            return get_bias_dropout_add
+        how = {"config": transformer, "norm": modules.norm if norm else None, "factor": own.factor}
+        return ModuleSpec(module=NormedResidual, params=how)
+
     attention = SelfAttentionSubmodules(
-        linear_qkv=modules.column,
-        core_attention=partial(PackedCoreAttention, sliding_window=shape.layers[layer].window),
+        linear_qkv=modules.column if before else modules.plain_column,
+        core_attention=core,
         linear_proj=modules.row,
-        q_layernorm=qk_norm,
-        k_layernorm=qk_norm,
+        q_layernorm=_query_norm(traits, traits.sizes.heads, modules, mesh),
+        k_layernorm=_query_norm(traits, traits.sizes.key_heads, modules, mesh),
     )
-    linears = MLPSubmodules(linear_fc1=modules.column, linear_fc2=modules.row)
-    mlp = ModuleSpec(module=MLP, submodules=linears)
-    routed = MoESubmodules(experts=modules.experts, router=PlainRouter)
+    fc1 = modules.column if before_mlp else modules.plain_column
+    mlp = ModuleSpec(module=MLP, submodules=MLPSubmodules(linear_fc1=fc1, linear_fc2=modules.row))
+    shared = MLPSubmodules(linear_fc1=modules.plain_column, linear_fc2=modules.row)
+    routed = MoESubmodules(
+        experts=modules.experts,
+        router=PlainRouter,
+        shared_experts=ModuleSpec(module=SharedExpert, submodules=shared),
+    )
     experts = ModuleSpec(module=MoELayer, submodules=routed)
+    norm_before_mlp = modules.norm if mixture else modules.block_norm
     return ModuleSpec(
         module=RoutedLayer if mixture else TransformerLayer,
         params={"router": router} if mixture else {},
         submodules=TransformerLayerSubmodules(
-            input_layernorm=modules.block_norm,
+            input_layernorm=modules.block_norm if before else IdentityOp,
             self_attention=ModuleSpec(
                 module=SelfAttention,
                 params={"attn_mask_type": AttnMaskType.causal},
                 submodules=attention,
             ),
-            self_attn_bda=get_bias_dropout_add,
-            pre_mlp_layernorm=modules.norm if mixture else modules.block_norm,
+            self_attn_bda=residual(behind),
+            pre_mlp_layernorm=norm_before_mlp if before_mlp else IdentityOp,
             mlp=experts if mixture else mlp,
-            mlp_bda=get_bias_dropout_add,
+            mlp_bda=residual(behind_mlp),
         ),
     )
+
+
+def _query_norm(
+    traits: ModelTraits, heads: int, modules: LayerModules, mesh: MegatronMesh
+) -> ModuleSpec | type:
+    """Return the norm of queries or keys that comes before their rotation, of so many `heads`."""
+    if traits.family.query_norms == "full":
+        how = {"heads": heads, "group": mesh.groups.tp}
+        return ModuleSpec(module=NormOfAllHeads, params=how)
+    of_heads = traits.family.query_norms == "head" and not traits.family.norms_rotated
+    return modules.norm if of_heads else IdentityOp

@@ -2,11 +2,12 @@
 
 Megatron's packed attention and router need TransformerEngine, its grouped experts other CUDA packages; ours replace them.
 TransformerEngine's attention does not know shared prefixes, so attention is always ours. TransformerEngine multiplies fp32 in tf32, so it
-serves bf16 only. Not supported: dropout, biases of experts, activations other than SiLU, fp8, Apex's layers.
+serves bf16 only. Not supported: dropout, biases of experts, fp8, Apex's layers.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -16,11 +17,16 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import layers as linear
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+)
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.experts import TEGroupedMLP
 from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
@@ -29,13 +35,17 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from burnish.config.schema import EngineConfig
+from burnish.engines.megatron.traits import LayerTraits
 from burnish.errors import UsageError
+from burnish.families import Family
 from burnish.models.kernels.attention import PackedAttention, Softmax
 from burnish.models.kernels.fused import rms_norm, rotate
 from burnish.models.routing import Routing
 
 _ALIGNED_BYTES = 16
 """In grouped matrix products, every row and column must begin at a multiple of this many bytes."""
+
+Rotation = tuple[Tensor, Tensor]
 
 
 @dataclass
@@ -44,8 +54,8 @@ class Packing(PackedSeqParams):
 
     attends: PackedAttention | None = None
     """Which tokens see each other."""
-    rotation: tuple[Tensor, Tensor] | None = None
-    """Each token's rotation, as `burnish.models.kernels.fused.rotate` takes it."""
+    rotations: Mapping[str, Rotation] = field(default_factory=dict)
+    """Each token's rotation, as `burnish.models.kernels.fused.rotate` takes it, for each kind of layer."""
     routing: Routing | None = None
     """Instructions to the routers; None: they route as usual."""
 
@@ -57,14 +67,22 @@ class PackedCoreAttention(nn.Module):
         self,
         config: TransformerConfig,
         layer_number: int,
-        sliding_window: int | None = None,
+        traits: LayerTraits,
+        family: Family,
+        norm: Any,
         **others: Any,
     ) -> None:
-        """`sliding_window`: tokens that a token sees, itself included; None: all before it."""
+        """`norm` is the class of an RMSNorm."""
         super().__init__()
         self.layer_number = layer_number
-        self.sliding_window = sliding_window
-        self.scaling = config.kv_channels**-0.5
+        self.softmax = Softmax(traits.scaling, traits.window, traits.softcap)
+        self.rotation = traits.rotation
+        self.neighbours = family.rotates_neighbours
+        self.q_layernorm: nn.Module | None = None
+        self.k_layernorm: nn.Module | None = None
+        if family.norms_rotated:
+            self.q_layernorm = norm(config, config.kv_channels, config.layernorm_epsilon)
+            self.k_layernorm = norm(config, config.kv_channels, config.layernorm_epsilon)
 
     def forward(
         self,
@@ -79,14 +97,35 @@ class PackedCoreAttention(nn.Module):
     ) -> Tensor:
         """Attend: queries [T, 1, heads, d], keys and values [T, 1, key heads, d] to [T, 1, heads · d]."""
         packing = packed_seq_params.attends
-        rotation = packed_seq_params.rotation
         assert packing is not None
-        assert rotation is not None
-        rows = [rotate(query[:, 0], rotation), rotate(key[:, 0], rotation), value[:, 0]]
-        query, key, value = (part.transpose(0, 1)[None] for part in rows)
-        softmax = Softmax(self.scaling, self.sliding_window)
-        output = packing.attend(self.layer_number - 1, (query, key, value), softmax)
+        query = query[:, 0]
+        key = key[:, 0]
+        if self.rotation is not None:
+            rotation = packed_seq_params.rotations[self.rotation]
+            query, key = (
+                _turned(part, rotation, neighbours=self.neighbours) for part in (query, key)
+            )
+        if self.q_layernorm is not None and self.k_layernorm is not None:
+            query = self.q_layernorm(query)
+            key = self.k_layernorm(key)
+        query, key, value = (part.transpose(0, 1)[None] for part in (query, key, value[:, 0]))
+        output = packing.attend(self.layer_number - 1, (query, key, value), self.softmax)
         return output[0].flatten(1)[:, None]
+
+
+def _turned(heads: Tensor, rotation: Rotation, *, neighbours: bool) -> Tensor:
+    """Rotate the first dims of `heads` [T, heads, d], as many as `rotation` has.
+
+    With `neighbours`, each even dim turns with the next one, and even dims come first in the result: queries and keys in the same order
+    have the same products.
+    """
+    size = rotation[0].shape[-1]
+    turned = heads[..., :size]
+    rest = heads[..., size:]
+    if neighbours:
+        turned = torch.cat((turned[..., ::2], turned[..., 1::2]), dim=-1)
+    turned = rotate(turned, rotation)
+    return torch.cat((turned, rest), dim=-1) if rest.shape[-1] else turned
 
 
 class RMSNorm(nn.Module):
@@ -103,10 +142,66 @@ class RMSNorm(nn.Module):
         )
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
         self.epsilon = eps
+        self.offset = float(config.layernorm_zero_centered_gamma)
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Normalize `hidden` [..., hidden_size]."""
+        if self.offset:
+            weight = self.weight.float() + self.offset
+            return rms_norm(hidden, weight, self.epsilon).to(hidden.dtype)
         return rms_norm(hidden, self.weight, self.epsilon)
+
+
+class NormOfAllHeads(nn.Module):
+    """RMSNorm of all heads of a token together, of which tensor ranks hold equal parts. Megatron's own norms one head by itself."""
+
+    def __init__(
+        self, config: TransformerConfig, hidden_size: int, eps: float, *, heads: int, group: Any
+    ) -> None:
+        """`hidden_size` is that of a head, `heads` are those of all ranks of the tensor `group`."""
+        super().__init__()
+        self.width = heads * hidden_size
+        device = torch.cuda.current_device()
+        weight = torch.ones(self.width // group.size(), dtype=config.params_dtype, device=device)
+        self.weight = nn.Parameter(weight)
+        self.weight.tensor_model_parallel = True  # type: ignore[attr-defined]
+        self.epsilon = eps
+        self._group = group
+
+    def forward(self, heads: Tensor) -> Tensor:
+        """Normalize `heads` [T, 1, heads of this rank, hidden_size]."""
+        flat = heads.flatten(2)
+        if self._group.size() == 1:
+            return rms_norm(flat, self.weight, self.epsilon).view(heads.shape)
+        rows = flat.float()
+        squares = rows.square().sum(dim=-1, keepdim=True)
+        reduced = reduce_from_tensor_model_parallel_region(squares, group=self._group)
+        # Each rank's queries depend on the sum, so its gradient is summed as well.
+        total = copy_to_tensor_model_parallel_region(reduced, group=self._group)
+        normed = rows * torch.rsqrt(total / self.width + self.epsilon) * self.weight.float()
+        return normed.to(heads.dtype).view(heads.shape)
+
+
+class NormedResidual(nn.Module):
+    """Adds a block's output to the hidden state, after an RMSNorm, or times a factor."""
+
+    def __init__(self, config: TransformerConfig, norm: Any | None, factor: float) -> None:
+        """`norm` is the class of the RMSNorm."""
+        super().__init__()
+        self.norm: nn.Module | None = None
+        if norm is not None:
+            self.norm = norm(config, config.hidden_size, config.layernorm_epsilon)
+        self.factor = factor
+
+    def forward(self, training: bool, fused: bool) -> Callable[..., Tensor]:
+        """Return what Megatron calls with the output and its bias, the hidden state and the probability of dropout."""
+        return self._added
+
+    def _added(self, outputs: tuple[Tensor, Tensor | None], hidden: Tensor, _: float) -> Tensor:
+        output = outputs[0]  # no matrix has a bias
+        if self.norm is not None:
+            output = self.norm(output)
+        return hidden + (output if self.factor == 1 else output * self.factor)
 
 
 class RoutedLayer(TransformerLayer):
@@ -131,10 +226,8 @@ class PlainRouter(TopKRouter):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        # Megatron makes the weight on the host and moves it at its first use. Move it now, with Megatron's attributes.
-        host_weight = self.get_parameter("weight")
-        self.weight = nn.Parameter(host_weight.detach().to(torch.cuda.current_device()))
-        vars(self.weight).update(vars(host_weight))
+        # Megatron makes the weight on the host and moves it at its first use. Move it now.
+        self.weight = _on_device(self.get_parameter("weight"))
         self.number = 0
         self.instructions: Routing | None = None
         """Instructions for the next forward pass; their rows are those of this rank alone."""
@@ -167,6 +260,22 @@ class PlainRouter(TopKRouter):
         return places.scatter(1, chosen, weights), places.bool().scatter(1, chosen, True)
 
 
+class SharedExpert(SharedExpertMLP):
+    """The expert that every token goes to, with its gate on the device."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        if (gate := dict(self.named_parameters()).get("gate_weight")) is not None:
+            self.register_parameter("gate_weight", _on_device(gate))
+
+
+def _on_device(made: nn.Parameter) -> nn.Parameter:
+    """Move a parameter that Megatron makes on the host, with Megatron's attributes."""
+    moved = nn.Parameter(made.detach().to(torch.cuda.current_device()))
+    vars(moved).update(vars(made))
+    return moved
+
+
 class GroupedExperts(MegatronModule):
     """This rank's experts [E] of a layer, each a gated MLP or this rank's part of one."""
 
@@ -182,6 +291,7 @@ class GroupedExperts(MegatronModule):
         hidden = config.hidden_size
         dtype = config.params_dtype
         width = config.moe_ffn_hidden_size // pg_collection.expt_tp.size()
+        self.activation = config.activation_func
         self.linear_fc1 = _GroupedLinear((experts, 2 * width, hidden), dtype)
         self.linear_fc2 = _GroupedLinear((experts, hidden, width), dtype)
 
@@ -191,7 +301,7 @@ class GroupedExperts(MegatronModule):
         `counts` [E] int64: rows of each expert.
         """
         gate, up = self.linear_fc1(rows, counts).chunk(2, dim=-1)
-        inner = functional.silu(gate) * up * probabilities[:, None]
+        inner = self.activation(gate) * up * probabilities[:, None]
         return self.linear_fc2(inner.to(rows.dtype), counts), None
 
 
@@ -272,6 +382,8 @@ class LayerModules:
     """RMSNorm before a block that begins with `column`; the identity if `column` includes the norm."""
     column: Any = ColumnParallelLinear
     """The linear layer that a block begins with, whose outputs tensor ranks divide."""
+    plain_column: Any = ColumnParallelLinear
+    """Such a layer that never includes a norm."""
     row: Any = RowParallelLinear
     """The linear layer that a block ends with, whose inputs tensor ranks divide."""
     experts: ModuleSpec = field(default_factory=lambda: ModuleSpec(module=GroupedExperts))
@@ -302,6 +414,7 @@ def layer_modules(config: EngineConfig, device: torch.device) -> LayerModules:
             norm=transformer_engine.TENorm,
             block_norm=IdentityOp,
             column=transformer_engine.TELayerNormColumnParallelLinear,
+            plain_column=transformer_engine.TEColumnParallelLinear,
             row=transformer_engine.TERowParallelLinear,
             experts=ModuleSpec(module=TEGroupedMLP, submodules=grouped),
         )

@@ -77,7 +77,7 @@ def use_kernels(model: PreTrainedModel, kernels: Kernels) -> None:
     activation = str(getattr(config, "hidden_activation", None) or config.hidden_act)
     if family.described and (gated := kernels.gated.get(activation)):
         replace_layers(model, "MLP", partial(GatedMLP, gated=gated))
-    if family.norm_in_fp32:
+    if family.described and family.norm_in_fp32:
         norm = partial(kernels.norm, offset=family.norm_offset)
         replace_layers(model, "RMSNorm", partial(FusedRMSNorm, norm=norm))
 

@@ -26,6 +26,7 @@ def make_experts(width: int, dtype: torch.dtype) -> GroupedExperts:
             num_attention_heads=1,
             num_moe_experts=4,
             moe_ffn_hidden_size=width,
+            activation_func=functional.silu,
             params_dtype=dtype,
         )
         alone = SimpleNamespace(expt_tp=SimpleNamespace(size=lambda: 1))

@@ -44,6 +44,7 @@ WINDOWS = {
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
     "llama 3": ("llama", {"rope_parameters": LLAMA3}),
+    "dynamic": ("llama", {"rope_parameters": {**YARN, "rope_type": "dynamic"}}),
     "yarn": ("llama", {"rope_parameters": YARN, "tie_word_embeddings": True}),
     "mistral": ("mistral", {}),
     "mixtral": ("mixtral", {}),
@@ -93,11 +94,12 @@ def scored(model: PreTrainedModel, temperature: float) -> Tensor:
 @pytest.mark.parametrize(
     ("family", "changes", "said"),
     [
-        ("gemma3_text", {}, "gemma3_text"),
-        ("llama", {"attention_bias": True}, "attention_bias"),
-        ("llama", {"mlp_bias": True}, "mlp_bias"),
+        ("gpt_oss", {}, "gpt_oss"),
+        ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
+        ("llama", {"attention_bias": True}, "self_attn.o_proj.bias"),
+        ("llama", {"mlp_bias": True}, "mlp.gate_proj.bias"),
         ("qwen3", {"hidden_act": "gelu"}, "gelu"),
-        ("llama", {"rope_parameters": {**YARN, "rope_type": "dynamic"}}, "dynamic"),
+        ("olmoe", {"clip_qkv": 1.0}, "clip_qkv"),
     ],
 )
 def test_what_would_be_computed_wrongly_is_refused(
@@ -109,9 +111,9 @@ def test_what_would_be_computed_wrongly_is_refused(
 
 
 def test_a_family_whose_layers_look_like_those_of_another_is_refused() -> None:
-    granite = AutoConfig.for_model("granite", num_hidden_layers=1)
+    apertus = AutoConfig.for_model("apertus", num_hidden_layers=1)
     with pytest.raises(UsageError):
-        require_fitting(granite, EngineConfig(kind="megatron"))
+        require_fitting(apertus, EngineConfig(kind="megatron"))
 
 
 def test_other_heads_than_of_a_vocabulary_or_a_value_are_refused() -> None:
@@ -136,6 +138,8 @@ def test_other_heads_than_of_a_vocabulary_or_a_value_are_refused() -> None:
         ("qwen3", {"expert_parallel": 2}, "engine.expert_parallel: 2"),
         ("qwen3_moe", {"expert_parallel": 3}, "engine.expert_parallel: 3, 4 "),
         ("qwen3_moe", {"expert_tensor_parallel": 5}, "24 columns"),
+        ("qwen2_moe", {"tensor_parallel": 2}, "39 columns"),
+        ("olmo2", {"tensor_parallel": 4}, "2 key heads"),
         (
             "qwen3_moe",
             {"tensor_parallel": 2, "megatron_sequence_parallel": False},
@@ -146,8 +150,9 @@ def test_other_heads_than_of_a_vocabulary_or_a_value_are_refused() -> None:
 def test_degrees_that_do_not_fit_the_model_are_refused(
     family: str, settings: dict[str, Any], said: str
 ) -> None:
+    shared = {"shared_expert_intermediate_size": 39} if family == "qwen2_moe" else {}
     with pytest.raises(UsageError, match=said):
-        require_fitting(tiny_config(family), EngineConfig(kind="megatron", **settings))
+        require_fitting(tiny_config(family, **shared), EngineConfig(kind="megatron", **settings))
 
 
 @pytest.mark.parametrize(("heads", "key_heads", "tensor"), [(12, 4, 6), (6, 3, 2)])

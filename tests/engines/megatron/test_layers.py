@@ -30,7 +30,8 @@ def neither(monkeypatch: pytest.MonkeyPatch) -> None:
 def transformer_engine(neither: None, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """A TransformerEngine, of which Megatron's classes have but their names."""
     names = ("TELayerNormColumnParallelLinear", "TERowParallelLinear", "TENorm", "TEGroupedLinear")
-    names += ("TEColumnParallelGroupedLinear", "TERowParallelGroupedLinear")
+    names += ("TEColumnParallelLinear", "TEColumnParallelGroupedLinear")
+    names += ("TERowParallelGroupedLinear",)
     found = SimpleNamespace(**{name: type(name, (), {}) for name in names})
     monkeypatch.setattr(modules, "transformer_engine", found)
     return found

@@ -147,15 +147,56 @@ BOUNDED_STATES: dict[str, dict[str, Any]] = {
     },
 }
 """Families with Mamba layers, whose time steps are bounded where it matters, in chunks that are shorter than some prompts."""
+_BY_TYPE: dict[str, Any] = {
+    "sliding_window": 7,
+    "layer_types": ["sliding_attention", "full_attention"],
+}
+_EXPERTS: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2}
+ON_MEGATRON: dict[str, dict[str, Any]] = {
+    "olmo3": _BY_TYPE,
+    "olmoe": _EXPERTS,
+    "qwen2_moe": {
+        **_EXPERTS,
+        "moe_intermediate_size": 24,
+        "shared_expert_intermediate_size": 40,
+        "mlp_only_layers": [1],
+        "num_hidden_layers": 3,
+    },
+    "granite": {
+        "embedding_multiplier": 3.0,
+        "residual_multiplier": 0.3,
+        "attention_multiplier": 0.2,
+        "logits_scaling": 2.0,
+        "tie_word_embeddings": True,
+    },
+    "gemma": {"head_dim": 16, "tie_word_embeddings": True},
+    "ernie4_5": {"head_dim": 16},
+    "helium": {"head_dim": 8},
+    "hyperclovax": {
+        "use_post_norm": True,
+        "embedding_multiplier": 2.0,
+        "residual_multiplier": 0.4,
+        "attention_multiplier": 0.3,
+        "logits_scaling": 0.5,
+    },
+    "smollm3": {**_BY_TYPE, "no_rope_layers": [0, 1], "use_sliding_window": True},
+    "ministral": {**_BY_TYPE, "head_dim": 16},
+    "seed_oss": {"head_dim": 16, "attention_bias": True, "attention_out_bias": False},
+    "cwm": {**_BY_TYPE, "head_dim": 16},
+    "exaone4": _BY_TYPE,
+    "hunyuan_v1_dense": {"head_dim": 16},
+    "glm": {"head_dim": 16, "attention_bias": True},
+    "glm4": {"head_dim": 16, "attention_bias": True},
+}
+"""Families that the Megatron engine computes and `burnish.families` does not describe to the planner."""
 MIXTURES = ("mixtral", "qwen3_moe")
 """Those with experts."""
 
 
 def tiny_config(family: str = "qwen3", **changes: Any) -> PretrainedConfig:
     """A configuration of a few thousand parameters; `changes` override its fields."""
-    return AutoConfig.for_model(
-        family, **{**_BASE, **(FAMILIES | OTHERS | BOUNDED_STATES | WITH_STATE)[family], **changes}
-    )
+    known = FAMILIES | OTHERS | BOUNDED_STATES | WITH_STATE | ON_MEGATRON
+    return AutoConfig.for_model(family, **{**_BASE, **known[family], **changes})
 
 
 def tiny_model(

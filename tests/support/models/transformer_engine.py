@@ -35,9 +35,11 @@ class NormedColumnLinear(ColumnParallelLinear):
         super().__init__(input_size, output_size, config=config, **options)
         norm = RMSNorm(config, input_size, config.layernorm_epsilon)
         self.layer_norm_weight, self.epsilon = norm.weight, norm.epsilon
+        self.offset = norm.offset
 
     def forward(self, hidden: Tensor) -> Any:
-        return super().forward(rms_norm(hidden, self.layer_norm_weight, self.epsilon))
+        weight = self.layer_norm_weight + self.offset
+        return super().forward(rms_norm(hidden, weight, self.epsilon))
 
     def get_extra_state(self) -> Tensor:
         """What TransformerEngine saves of a layer without fp8."""

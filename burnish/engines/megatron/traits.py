@@ -1,0 +1,180 @@
+"""What Megatron's layers need to know of a model, read from the modules of transformers' own on the meta device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import PretrainedConfig
+
+from burnish.errors import UsageError
+from burnish.families import Family, ModelSizes, family_of, names_of
+from burnish.models.heads import has_value_head
+from burnish.models.meta_init import model_sizes, plain_model, window_of
+
+Activation = Callable[[Tensor], Tensor]
+_ACTIVATIONS: Mapping[str, Activation] = {
+    "silu": functional.silu,
+    "gelu_pytorch_tanh": partial(functional.gelu, approximate="tanh"),
+}
+_EXPERTS = ("gate.weight", "experts.gate_up_proj", "experts.down_proj")
+
+
+@dataclass(frozen=True, slots=True)
+class LayerTraits:
+    """What may differ between decoder layers."""
+
+    scaling: float
+    """Factor on the products of queries and keys."""
+    window: int | None
+    """Tokens that a query sees, itself included; None: all before it."""
+    softcap: float | None
+    """Bound of the scores; None: no bound."""
+    rotation: str | None
+    """Key of its rotary positions in `ModelTraits.rotations`; None: it has none."""
+    factor: float
+    """Of the outputs of attention and MLP, before they are added to the hidden state."""
+    has_experts: bool
+    """The MLP is a router and experts."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelTraits:
+    """A model that this engine computes."""
+
+    sizes: ModelSizes
+    layers: tuple[LayerTraits, ...]
+    """From first to last."""
+    activation: Activation
+    """Of gated MLPs and experts."""
+    epsilon: float
+    """Of every RMSNorm."""
+    qkv_bias: bool
+    """The projections to queries, keys and values have biases."""
+    block_norms: tuple[str, str, str, str]
+    """As in `Family`, without those that the model has not."""
+    embedding_factors: tuple[float, float]
+    """Of the embeddings: one that is rounded to their dtype, as Gemma's, and one that is not, as Granite's."""
+    shared_width: int
+    """Columns of the expert that every token goes to; 0: there is none."""
+    rotary: Callable[[PretrainedConfig], nn.Module]
+    """Makes the module of rotary positions."""
+    rotations: tuple[str, ...]
+    """Layer types with rotary positions of their own; one empty string: all layers have the same."""
+
+    def embedding_factor(self, dtype: torch.dtype) -> float:
+        """Return the factor of embeddings in this dtype."""
+        rounded, exact = self.embedding_factors
+        return float(torch.tensor(rounded, dtype=dtype)) * exact
+
+    @property
+    def family(self) -> Family:
+        """The facts about the model's type."""
+        return self.sizes.family
+
+
+def model_traits(hf_config: PretrainedConfig) -> ModelTraits:
+    """Read a model. Raises `UsageError` naming a feature that this engine lacks."""
+    kind = hf_config.model_type
+    family = family_of(kind)
+    if not family.on_megatron:
+        raise UsageError(
+            f"the Megatron engine does not know models of type {kind}",
+            have=f"model_type: {kind}",
+            want=f"one of {names_of('on_megatron')}",
+            do="set engine.kind=torch",
+        )
+    with torch.device("meta"):
+        model: Any = plain_model(hf_config)
+    layers = model.base_model.layers
+    if problem := next(_uncomputed(hf_config, family, layers), None):
+        raise UsageError(
+            f"the Megatron engine does not compute {problem}",
+            have=f"a model of type {kind} that has it",
+            want="a model without it",
+            do="set engine.kind=torch",
+        )
+    by_type = any(isinstance(each, Mapping) for each in hf_config.rope_parameters.values())
+    shared = (getattr(layer.mlp, family.shared_expert or "-", None) for layer in layers)
+    widths = (each.down_proj.in_features for each in shared if each is not None)
+    scale = getattr(model.get_input_embeddings(), "scalar_embed_scale", 1.0)
+    norms = [
+        name if hasattr(getattr(layers[0], name or "-", None), "weight") else ""
+        for name in family.block_norms
+    ]
+    return ModelTraits(
+        sizes=model_sizes(hf_config),
+        layers=tuple(
+            _layer(layer, hf_config, family, number, by_type=by_type)
+            for number, layer in enumerate(layers)
+        ),
+        activation=_ACTIVATIONS[_activation(hf_config)],
+        epsilon=hf_config.rms_norm_eps,
+        qkv_bias=layers[0].self_attn.q_proj.bias is not None,
+        block_norms=(norms[0], norms[1], norms[2], norms[3]),
+        embedding_factors=(scale, getattr(hf_config, "embedding_multiplier", 1.0)),
+        shared_width=next(widths, 0),
+        rotary=type(model.base_model.rotary_emb),
+        rotations=tuple(sorted(set(hf_config.layer_types))) if by_type else ("",),
+    )
+
+
+def _layer(
+    layer: Any, hf_config: PretrainedConfig, family: Family, number: int, *, by_type: bool
+) -> LayerTraits:
+    attention = layer.self_attn
+    window = window_of(attention, hf_config, number)
+    rotates = getattr(attention, "use_rope", True)
+    if family.rotates_in_windows and hf_config.sliding_window is not None:
+        rotates = window is not None
+    rotation = hf_config.layer_types[number] if by_type else ""
+    return LayerTraits(
+        scaling=attention.scaling,
+        window=window,
+        softcap=attention.attn_logit_softcapping if family.caps_scores else None,
+        rotation=rotation if rotates else None,
+        factor=getattr(layer, "residual_multiplier", 1.0),
+        has_experts=hasattr(layer.mlp, "experts"),
+    )
+
+
+def _activation(hf_config: PretrainedConfig) -> str:
+    return getattr(hf_config, "hidden_activation", None) or hf_config.hidden_act
+
+
+def _uncomputed(hf_config: PretrainedConfig, family: Family, layers: Any) -> Iterator[str]:
+    if (activation := _activation(hf_config)) not in _ACTIVATIONS:
+        yield f"the activation {activation}"
+    if getattr(hf_config, "clip_qkv", None) is not None:
+        yield "bounds of queries, keys and values (clip_qkv)"
+    if not all(layer.self_attn.is_causal for layer in layers):
+        yield "attention to later tokens (use_bidirectional_attention)"
+    known = _computed(family)
+    for name, _ in layers.named_parameters():
+        if name.split(".", 1)[1] not in known:
+            yield f"the parameter model.layers.{name}"
+    if has_value_head(hf_config):
+        if hf_config.num_labels != 1:
+            yield f"a head with {hf_config.num_labels} values per token"
+    elif any("ForCausalLM" not in name for name in hf_config.architectures or ()):
+        yield "a head that is neither a language model's nor a value head"
+
+
+def _computed(family: Family) -> set[str]:
+    """Return the names of the parameters of a layer, as transformers' model has them."""
+    mlp = [f"{name}.weight" for name in family.projections]
+    mlp += [f"{family.shared_expert}.{name}" for name in mlp] if family.shared_expert else []
+    mlp += [*_EXPERTS, f"{family.shared_expert}_gate.weight"]
+    norms = family.query_norm_names if family.query_norms != "none" else ()
+    attention = [f"{letter}_proj.{kind}" for letter in "qkv" for kind in ("weight", "bias")]
+    attention += ["o_proj.weight", *(f"{name}.weight" for name in norms)]
+    return {
+        *(f"mlp.{name}" for name in mlp),
+        *(f"self_attn.{name}" for name in attention),
+        *(f"{name}.weight" for name in family.norms),
+    }

@@ -1,0 +1,113 @@
+"""Every family of the Megatron engine trains as plain transformers does: log-probs, gradients, weights, moments."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from contracts.engine import make_examples, require_alike, train, train_by_hand
+from support.models.engines import make_engine
+from support.models.tiny import VOCAB, save_tiny
+from support.models.transformer_engine import use_stand_ins
+from support.ranks.processes import run_ranks
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from burnish.distributed.layout import Layout
+from burnish.families import FAMILIES
+from burnish.models.names import model_shards
+
+TRAINED = sorted(name for name, each in FAMILIES.items() if each.on_megatron)
+MIXTURES = [name for name in TRAINED if FAMILIES[name].has_router]
+BY_DAY = ("olmo2", "qwen2_moe")
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "tensor": {"tensor_parallel": 2, "layers": "transformer_engine"},
+    "tensor without sequence parallelism": {
+        "tensor_parallel": 2,
+        "megatron_sequence_parallel": False,
+    },
+    "pipeline": {"pipeline_parallel": 2},
+    "sequence": {"sequence_parallel": 2, "activation_checkpointing": "full"},
+    "experts": {"expert_parallel": 2, "activation_checkpointing": "selective"},
+}
+PER_MICRO = 2
+
+
+def train_rank(
+    layout: Layout, cases: Sequence[tuple[Path, Mapping[str, Any]]]
+) -> list[dict[str, Any]]:
+    use_stand_ins()
+    found = []
+    for path, settings in cases:
+        engine = make_engine(layout, path, kind="megatron", **settings)
+        found.append(train(engine, make_examples(VOCAB), PER_MICRO))
+        engine.close()
+    return found
+
+
+def canonical(
+    model: PreTrainedModel, of_parameters: Mapping[str, Tensor] | None = None, prefix: str = ""
+) -> dict[str, Tensor]:
+    """The model's weights, or what there is of each, by the names that checkpoints have for them."""
+    return {s.spec.name: s.tensor for s in model_shards(model, of_parameters, prefix)}
+
+
+def wanted_of(path: Path) -> dict[str, Any]:
+    """What comes of the same steps by plain transformers."""
+    model = AutoModelForCausalLM.from_pretrained(
+        path, dtype=torch.float32, attn_implementation="eager"
+    ).eval()
+    wanted = train_by_hand(model, make_examples(VOCAB))
+    slots: dict[str, Tensor] = {}
+    for slot in ("exp_avg", "exp_avg_sq"):
+        of_slot = {n: wanted["slots"][f"{slot}/{n}"] for n, _ in model.named_parameters()}
+        slots |= canonical(model, of_slot, f"{slot}/")
+    gradients = canonical(model, wanted["gradients"])
+    return {**wanted, "gradients": gradients, "weights": canonical(model), "slots": slots}
+
+
+def check(root: Path, cases: Mapping[str, Sequence[Mapping[str, Any]]], world: int) -> None:
+    """Compare each family, trained with each of its settings, on `world` processes."""
+    paths = {family: save_tiny(root / family, family, torch.float32) for family in cases}
+    told = [(paths[family], each) for family, settings in cases.items() for each in settings]
+    wanted = {path: wanted_of(path) for path in paths.values()}
+    ranks = run_ranks(train_rank, world, told, timeout=300)
+    for number, (path, settings) in enumerate(told):
+        found = [rank[number] for rank in ranks]
+        parts = ("gradients", "slots")
+        what = f"{path.name} with {settings}"
+        require_alike(found, wanted[path], parts, what)
+        require_alike(*_without_key_biases(found, wanted[path]), ("weights",), what)
+
+
+def _without_key_biases(
+    ranks: Sequence[Mapping[str, Any]], wanted: Mapping[str, Any]
+) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """A bias of keys has next to no gradient where it is not rotated: AdamW makes whole steps of its rounding."""
+    kept = {name: w for name, w in wanted["weights"].items() if not name.endswith("k_proj.bias")}
+    found = [
+        {**rank, "weights": [piece for piece in rank["weights"] if piece[0] in kept]}
+        for rank in ranks
+    ]
+    return found, {**wanted, "weights": kept}
+
+
+def test_a_family_of_each_kind_trains_like_one_plain_model(tmp_path: Path) -> None:
+    check(tmp_path, {family: [{}] for family in BY_DAY}, 1)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("family", TRAINED)
+def test_a_family_trains_like_one_plain_model(family: str, tmp_path: Path) -> None:
+    check(tmp_path, {family: [{}, {"layers": "transformer_engine"}]}, 1)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("family", TRAINED)
+def test_a_family_trains_so_on_two_processes(family: str, tmp_path: Path) -> None:
+    left_out = "tensor without sequence parallelism" if family in MIXTURES else "experts"
+    settings = [each for name, each in LAYOUTS.items() if name != left_out]
+    check(tmp_path, {family: settings}, 2)
