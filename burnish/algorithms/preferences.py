@@ -204,6 +204,22 @@ def reward_loss(center: float) -> Callable[[TokenOutputs, MicroBatch], tuple[Ten
     return bradley_terry
 
 
+def step_loss(outputs: TokenOutputs, micro: MicroBatch) -> tuple[Tensor, Stats]:
+    """Return -log σ(r) of right steps and -log σ(-r) of wrong ones, averaged over the steps of the global batch (arXiv 2305.20050).
+
+    r is the value after a step. Statistics: `accuracy`, the share of steps with r on their label's side of 0; `reward/right` and
+    `reward/wrong`.
+    """
+    labels = torch.where(micro.loss_mask, micro.given("labels"), 0.0)
+    values = torch.where(micro.loss_mask, outputs.values, 0.0)
+    losses = torch.where(micro.loss_mask, -logsigmoid(labels * values), 0.0)
+    seen = values.detach()
+    stats = Stats({"accuracy": Mean((labels * seen > 0).sum(), micro.loss_mask.sum())})
+    for kind, chosen in {"right": labels > 0, "wrong": labels < 0}.items():
+        stats[f"reward/{kind}"] = Mean((seen * chosen).sum(), chosen.sum())
+    return losses.sum() / micro.num_tokens, stats
+
+
 def implicit_rewards(
     settings: PreferenceSettings,
 ) -> Callable[[TokenOutputs, MicroBatch], Tensor]:

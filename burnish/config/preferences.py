@@ -91,3 +91,7 @@ class RewardSettings(PairSettings):
 
     center: float = Field(0.0, ge=0)
     """Weight of (r_chosen + r_rejected)², which keeps rewards around 0 (arXiv 2312.09244). 0.01 is usual."""
+    step_separator: str | None = Field(None, min_length=1)
+    """Learn a reward of each step of an answer, instead of pairs (arXiv 2305.20050): this text follows each step, and the reward is the value after it. A row has a prompt, a list of steps (`completions_column`) and a list of labels. The model is a token classifier then."""
+    step_labels_column: str = "labels"
+    """The column of the steps' labels: true or false, 1 or 0."""

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from burnish.config.preferences import SCORES, PairSettings
 from burnish.config.schema import DataConfig
 from burnish.data.columns import PROMPT_COLUMNS, first_present
+from burnish.errors import UsageError
 
 if TYPE_CHECKING:
     from burnish.data.sources import Rows
+
+
+_LABELS = {"true": 1.0, "1": 1.0, "1.0": 1.0, "false": -1.0, "0": -1.0, "0.0": -1.0}
+"""Labels that say yes or no, by their text."""
 
 
 def ranking_column(rows: Rows, settings: PairSettings) -> str | None:
@@ -55,3 +60,16 @@ def margin_columns(rows: Rows, settings: PairSettings) -> tuple[str, ...]:
         if all(map(rows.has, names)):
             return names
     raise rows.missing(SCORES[0], "method.margin_per_score")
+
+
+def label_of(value: Any, row: str, column: str, setting: str, what: str) -> float:
+    """Return 1 for a label that says yes, -1 for no. Raises `UsageError`, which names row, column and setting: it does not say whether `what`."""
+    label = _LABELS.get(str(value).strip().lower())
+    if label is None:
+        raise UsageError(
+            f"{row} does not say whether {what}",
+            have=f"{value!r:.60} in the column {column}",
+            want="true or false, 1 or 0",
+            do=f"correct the row, or name another column in {setting}",
+        )
+    return label

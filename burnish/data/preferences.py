@@ -18,6 +18,7 @@ from burnish.data.example_encoder import Encoded, Text
 from burnish.data.examples import AnswerRows, by_weight
 from burnish.data.preference_columns import (
     answer_columns,
+    label_of,
     margin_columns,
     preference_prompt_column,
 )
@@ -27,8 +28,6 @@ from burnish.errors import UsageError
 from burnish.records import Example
 from burnish.tracking.progress import Progress
 
-_LABELS = {"true": 1.0, "1": 1.0, "1.0": 1.0, "false": -1.0, "0": -1.0, "0.0": -1.0}
-"""Labels of desirable and of other answers, by their text."""
 _SUBSET = "subset"
 _FARTHEST = 64
 """Most rows in which to look for another prompt."""
@@ -173,14 +172,9 @@ class PreferenceDataset(AnswerRows[tuple[Example, ...]]):
         if len(self._answers) > 1:
             return (1.0, -1.0) if self._is_of_answers else (self._margin(index, row),) * 2
         value = value_at(row, self._label)
-        label = _LABELS.get(str(value).strip().lower())
-        if label is None:
-            raise UsageError(
-                f"{self.rows.where(index)} does not say whether its answer is desirable",
-                have=f"{value!r:.60} in the column {self._label}",
-                want="true or false, 1 or 0",
-                do="correct the row, or name another column in method.label_column",
-            )
+        name = self.rows.where(index)
+        what = "its answer is desirable"
+        label = label_of(value, name, self._label, "method.label_column", what)
         return (label,)
 
     def _margin(self, index: int, row: Row) -> float:

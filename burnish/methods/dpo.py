@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from burnish.config.preferences import PairLossSettings, PreferenceSettings
 from burnish.config.schema import RunConfig
@@ -83,9 +83,10 @@ class DPO(PairMethod):
     Settings = PreferenceSettings
     card = ("batch.examples", "method.loss", "method.beta")
 
-    def answers_judged(self, config: RunConfig) -> int:
-        """See `PairMethod.answers_judged`."""
-        return 1 if self.settings(config).is_of_answers else 2
+    def terms(self, config: RunConfig, micro: MicroBatch) -> int:
+        """See `PairMethod.terms`."""
+        is_of_answers = self.settings(config).is_of_answers
+        return micro.num_sequences if is_of_answers else micro.num_sequences // 2
 
     def keeps_start(self, config: RunConfig) -> bool:
         """See `OfflineMethod.keeps_start`. Of streamed rows nothing is computed before training."""
@@ -190,8 +191,9 @@ class DPO(PairMethod):
         pool: Any = None,
     ) -> PreferenceDataset:
         """See `Method.dataset`."""
-        dataset = super().dataset(
-            foundation, paths, setting, first=first, progress=progress, pool=pool
+        dataset = cast(
+            "PreferenceDataset",
+            super().dataset(foundation, paths, setting, first=first, progress=progress, pool=pool),
         )
         losses = self.settings(foundation.config).loss
         without = [name for name in losses if ":" not in name and name not in _WITH_MARGIN]

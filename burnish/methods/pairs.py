@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from burnish.config.preferences import PairSettings
 from burnish.config.schema import DataConfig, RunConfig
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from burnish.data.preferences import PreferenceDataset
+    from burnish.data.steps import StepDataset
     from burnish.data.tasks import ItemSequence
     from burnish.methods.parts.offline_training import Models
     from burnish.plan.model import Workload
@@ -32,9 +33,9 @@ class PairMethod(OfflineMethod):
     is_judged: ClassVar[bool] = False
     """Whether an answer is judged as a whole, with its prompt; otherwise its tokens are trained on."""
 
-    def answers_judged(self, config: RunConfig) -> int:
-        """Return of how many answers each term of the loss is."""
-        return 2
+    def terms(self, config: RunConfig, micro: MicroBatch) -> int:
+        """Return how many terms the loss of the global batch has: by default pairs."""
+        return micro.num_sequences // 2
 
     def facts(self, config: RunConfig) -> Iterator[tuple[str, str]]:
         """See `Method.facts`."""
@@ -69,9 +70,9 @@ class PairMethod(OfflineMethod):
         first: int | None = None,
         progress: Progress | None = None,
         pool: Any = None,
-    ) -> PreferenceDataset:
+    ) -> PreferenceDataset | StepDataset:
         """See `Method.dataset`."""
-        from burnish.runs.setup import preference_dataset
+        from burnish.runs.preference_setup import preference_dataset
 
         settings = self.settings(foundation.config)
         return preference_dataset(
@@ -98,7 +99,6 @@ class PairMethod(OfflineMethod):
 
         batch, prepared = self.prepare(models, batch)
         loss = self.loss(models.foundation.config)
-        judged = self.answers_judged(models.foundation.config)
         rewards = self.rewards(models.foundation.config)
         by_number: dict[int, float] = {}
         stats = Stats({"loss": Mean(0.0, 0.0), **prepared})
@@ -109,7 +109,8 @@ class PairMethod(OfflineMethod):
             if rewards is not None:
                 values = rewards(outputs, micro).tolist()
                 by_number |= {n: x for n, x in zip(numbers, values, strict=True) if n >= 0}
-            terms = sum(number >= 0 for number in numbers) // judged
-            own["loss"] = Mean(part.detach() * (micro.num_sequences // judged), terms)
+            whole = self.terms(models.foundation.config, micro)
+            count = cast(Mean, own["accuracy"]).count
+            own["loss"] = Mean(part.detach() * whole, count)
             stats = stats.merge(own)
         return stats, by_number

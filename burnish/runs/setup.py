@@ -61,9 +61,7 @@ from burnish.runs.verify_inputs import Intact
 from burnish.tracking.progress import Progress
 
 if TYPE_CHECKING:
-    from burnish.config.preferences import PairSettings
     from burnish.data.examples import ExampleDataset
-    from burnish.data.preferences import PreferenceDataset
     from burnish.data.streaming import Stream
 
 _MEGABYTE = 1_000_000
@@ -360,7 +358,7 @@ def prompt_dataset(
     Errors name `setting`. Raises `MissingError` if a reward needs a missing column.
     """
     config = foundation.config
-    rows = _rows(foundation, paths, setting, progress).first(first)
+    rows = run_rows(foundation, paths, setting, progress).first(first)
     if pool is not None:
         pool.check_columns(rows.columns, setting)
     limits = _prompt_limits(foundation) if isinstance(foundation, Foundation) else {}
@@ -393,7 +391,7 @@ def _prompt_limits(foundation: Foundation) -> dict[str, int]:
     return {f"{name} - rollout.max_response_length": n - response for name, n in budgets.items()}
 
 
-def _rows(
+def run_rows(
     foundation: TextFoundation, paths: Sequence[str], setting: str, progress: Progress | None
 ) -> Rows:
     """Read rows, or list the files of streamed ones. Collective."""
@@ -483,8 +481,8 @@ def example_dataset(
     """Read the SFT examples in `paths`, or their `first` rows. Collective."""
     from burnish.data.examples import ExampleDataset
 
-    rows = _rows(foundation, paths, setting, progress).first(first)
-    limit, name = _example_limit(foundation, setting)
+    rows = run_rows(foundation, paths, setting, progress).first(first)
+    limit, name = example_limit(foundation, setting)
     return ExampleDataset(
         rows,
         foundation.tokenizer,
@@ -499,39 +497,7 @@ def example_dataset(
     )
 
 
-def preference_dataset(
-    foundation: Foundation,
-    paths: Sequence[str],
-    setting: str,
-    settings: PairSettings,
-    first: int | None = None,
-    progress: Progress | None = None,
-    *,
-    is_judged: bool = False,
-) -> PreferenceDataset:
-    """Read the answers in `paths`, or in their `first` rows. Collective. `settings`, `is_judged`: see `PreferenceDataset`."""
-    from burnish.data.preference_columns import answer_columns
-    from burnish.data.preferences import PreferenceDataset
-    from burnish.data.ranked_rows import RankedRows
-
-    rows = RankedRows.of(_rows(foundation, paths, setting, progress).first(first), settings)
-    answers = answer_columns(foundation.config.data, rows, settings)
-    limit, name = _example_limit(foundation, setting, sharing=len(answers))
-    return PreferenceDataset(
-        rows,
-        foundation.tokenizer,
-        foundation.config.data,
-        settings,
-        limit,
-        progress,
-        foundation.layout,
-        foundation.eos_token_ids,
-        limit_name=name,
-        is_judged=is_judged,
-    )
-
-
-def _example_limit(foundation: Foundation, setting: str, sharing: int = 1) -> tuple[int, str]:
+def example_limit(foundation: Foundation, setting: str, sharing: int = 1) -> tuple[int, str]:
     """Return the longest example, in tokens, and what limits it. `sharing` examples have to fit into a micro-batch."""
     data = foundation.config.data
     budget = foundation.config.microbatch_tokens // sharing

@@ -651,7 +651,7 @@ def test_supervised_runs_know_what_ends_the_model_s_completions(rows_of, monkeyp
     tokenizer = tokenizer_of(GLM)
     [end] = tokenizer.convert_tokens_to_ids(["<|user|>"])
     rows = rows_of([{"messages": [user("a"), bot("b")]}])
-    monkeypatch.setattr("burnish.runs.setup._rows", lambda *_: rows)
+    monkeypatch.setattr("burnish.runs.setup.run_rows", lambda *_: rows)
     lengths = []
     for eos in ((), (end,)):
         foundation = SimpleNamespace(
