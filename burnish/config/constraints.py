@@ -126,21 +126,23 @@ _OF_SAMPLING: Sequence[_Constraint] = (
         "rollout.place=inside",
         "it asks for turns between two steps",
     ),
-    (
-        "rollout.environment",
-        "rollout.engine=builtin|vllm|sglang|FILE:NAME",
-        "an endpoint has no ids",
+    *(
+        (each, "rollout.engine=builtin|vllm|sglang|FILE:NAME", "an endpoint gives no log-probs")
+        for each in ("rollout.environment.agent", "rollout.environment.verifiers")
     ),
 )
 _OF_ENDPOINTS: Sequence[_Constraint] = (
     ("rollout.engine=openai", "rollout.url", ""),
     ("rollout.engine=openai", "rollout.model", ""),
-    ("rollout.engine=openai", "reward.functions", "an endpoint computes no losses"),
     ("rollout.engine=openai", "reward.models=[]", "there is no engine to run them"),
     ("rollout.engine=openai", "rollout.place=inside", "an endpoint runs elsewhere"),
-    ("rollout.engine=openai", "model.chat_template=null", "the endpoint has its own"),
     ("rollout.url", "rollout.engine=openai", ""),
     ("rollout.model", "rollout.engine=openai", ""),
+)
+# Without an environment, whose conversations go on in token ids.
+_OF_ENDPOINTS_ALONE: Sequence[_Constraint] = (
+    ("rollout.engine=openai", "reward.functions", "an endpoint computes no losses"),
+    ("rollout.engine=openai", "model.chat_template=null", "the endpoint has its own"),
 )
 _OF_REWARDS_ALONE: Sequence[_Constraint] = (
     ("rollout.n=1", _UNGROUPED, "others compare completions, so one alone gets 0"),
@@ -567,7 +569,8 @@ def _of_ramps(config: RunConfig, waiting: int) -> Iterator[BurnishError]:
 
 def sampling_problems(config: RunConfig) -> Iterator[BurnishError]:
     """Yield why completions cannot be drawn, by a generator or an endpoint."""
-    yield from _broken(config, (*_OF_SAMPLING, *_OF_ENDPOINTS))
+    alone = () if config.rollout.environment.target else _OF_ENDPOINTS_ALONE
+    yield from _broken(config, (*_OF_SAMPLING, *_OF_ENDPOINTS, *alone))
     yield from _of_environment(config)
 
 

@@ -35,12 +35,7 @@ _ARGUMENT = "argument"
 """The origin of a value from the Python API."""
 _RECORDED = "recorded"
 """The origin of a value of a run's recorded configuration."""
-_MAIN = {
-    "model": "path",
-    "data": "train",
-    "reward": "functions",
-    "rollout.environment": "function",
-}
+_MAIN = {"model": "path", "data": "train", "reward": "functions", "rollout.environment": "function"}
 """Main keys of sections: one value in place of the section stands for them, as in `model=DIR data=x.jsonl`."""
 _LONGEST_SHOWN = 80
 _MOST_PROBLEMS = 20

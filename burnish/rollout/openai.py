@@ -1,6 +1,7 @@
 """An OpenAI-compatible endpoint as a generator, with fixed weights.
 
-Conversations go to URL/chat/completions, texts to URL/completions: one request per sample, with its own seed.
+Messages go to URL/chat/completions, texts to URL/completions: one request per sample, with its own seed. Conversations with an
+environment go on in token ids, which URL/completions of vLLM takes and gives.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from burnish.errors import BurnishError, UsageError
 from burnish.files.strict_json import clipped
 from burnish.records import Completion, Prompt, Request, StopReason
 from burnish.records.seeds import derive_seed
-from burnish.rollout.base import Generator, Sampling, Watch, require_valid
+from burnish.rollout.base import Generator, Sampling, Watch, limit_of, require_valid
 from burnish.rollout.client import in_threads, next_of
 from burnish.rollout.connections import connection_to
 
@@ -70,8 +71,10 @@ class EndpointGenerator(Generator):
         *,
         encode: Callable[[str], Sequence[int]],
         template_variables: Mapping[str, Any],
+        eos_token_ids: Sequence[int],
     ) -> None:
-        """`encode` turns an answer into token ids."""
+        """`encode` turns an answer into token ids. A turn of a conversation ends at `eos_token_ids`."""
+        self._eos_token_ids = tuple(eos_token_ids)
         self._url = urlsplit((settings.url or "").rstrip("/"))
         self._model = settings.model
         self._timeout = settings.timeout_seconds
@@ -165,9 +168,13 @@ class EndpointGenerator(Generator):
     ) -> Completion:
         """Send one request. Raises `_TransientError`, or `BurnishError` if a retry cannot help."""
         assert request.prompt is not None
-        chats = request.prompt.messages is not None
+        in_ids = sampling.keeps  # a turn of a conversation, whose next turn goes on in the same ids
+        chats = request.prompt.messages is not None and not in_ids
         path = f"{self._url.path}/{'chat/' if chats else ''}completions"
-        body = self._body(request.prompt, request.prompt_key, sample, sampling)
+        body = self._body(request, sample, sampling)
+        body |= (
+            self._prompt_in_ids(request, sampling) if in_ids else self._prompt_of(request.prompt)
+        )
         try:
             connection.request("POST", path, json.dumps(body), self._headers)
             response = connection.getresponse()
@@ -184,6 +191,8 @@ class EndpointGenerator(Generator):
             text = choice["message"]["content"] if chats else choice["text"]
             text = str(text or "")
             reason = str(choice["finish_reason"])
+            listed = choice.get("token_ids") if in_ids else self._encode(text)
+            ids = np.array(listed if listed is not None else [], np.int64).reshape(-1)
         except (ValueError, LookupError, TypeError, RecursionError) as error:
             raise BurnishError(
                 f"the endpoint {self._url.geturl()} sends an answer that Burnish cannot read",
@@ -191,16 +200,24 @@ class EndpointGenerator(Generator):
                 want="choices with a text and a finish_reason, as OpenAI's API has them",
                 do="correct rollout.url",
             ) from error
-        ids = np.array(self._encode(text), np.int64)
+        if listed is None:
+            raise BurnishError(
+                f"the endpoint {self._url.geturl()} gives no token ids, in which a conversation goes on",
+                have="an answer without token_ids",
+                want="choices[0].token_ids, as vLLM gives them to requests with return_token_ids",
+                do="serve the model with vLLM, or evaluate it without rollout.url by rollout.engine=builtin",
+            )
         unknown = np.full(len(ids), np.nan, np.float32)
         stop: StopReason = "length" if reason == "length" else "stop"
         return Completion(ids, unknown, unknown, stop, weights_version=0, text=text)
 
-    def _body(self, prompt: Prompt, key: int, sample: int, sampling: Sampling) -> dict[str, Any]:
-        seed = derive_seed(sampling.seed, "endpoint", sampling.step, key, sample) % 2**31
+    def _body(self, request: Request, sample: int, sampling: Sampling) -> dict[str, Any]:
+        """Return how to draw."""
+        key = (request.prompt_key, sample, *([request.turn] if request.turn else []))
+        seed = derive_seed(sampling.seed, "endpoint", sampling.step, *key) % 2**31
         body: dict[str, Any] = {
             "model": self._model,
-            "max_tokens": sampling.max_tokens,
+            "max_tokens": limit_of(request, sampling),
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
             "seed": seed,
@@ -211,14 +228,20 @@ class EndpointGenerator(Generator):
             "top_k": sampling.top_k,
             "min_p": sampling.min_p,
         }
-        body |= {name: value for name, value in optional.items() if value}
+        return body | {name: value for name, value in optional.items() if value}
+
+    def _prompt_in_ids(self, request: Request, sampling: Sampling) -> dict[str, Any]:
+        ends = [*self._eos_token_ids, *sampling.stop_token_ids]
+        ids = request.token_ids.tolist()
+        return {"prompt": ids, "return_token_ids": True, "stop_token_ids": ends}
+
+    def _prompt_of(self, prompt: Prompt) -> dict[str, Any]:
         if prompt.messages is None:
-            return {**body, "prompt": prompt.text}
+            return {"prompt": prompt.text}
         tools = tools_of(dict(prompt.columns), f"row {prompt.index + 1}")
         optional = {"tools": tools, "chat_template_kwargs": self._variables}
         chat_fields = {name: value for name, value in optional.items() if value}
         return {
-            **body,
             "messages": [_api_message(message) for message in prompt.messages],
             **chat_fields,
         }

@@ -28,6 +28,7 @@ from burnish.runs.hub_revisions import newest_model
 from burnish.runs.setup import (
     Foundation,
     TextFoundation,
+    ends_of,
     lay_foundation,
     model_tokenizer,
     reward_pool,
@@ -83,20 +84,20 @@ def set_up(
                 adapted = laid.adapted
                 with _collecting(errors):
                     _require_generator(laid, device)
-                if pool is not None and pool.environments is not None:
-                    from burnish.data.turn_bridge import proven_bridge
-
-                    with _collecting(errors):
-                        proven_bridge(
-                            laid.tokenizer,
-                            local.data,
-                            local.rollout,
-                            laid.eos_token_ids,
-                            pool.environments,
-                        )
                 for load in method.dry_runs_of_models(laid):
                     with _collecting(errors):
                         load()
+            if pool is not None and pool.environments is not None:
+                from burnish.data.turn_bridge import proven_bridge
+
+                with _collecting(errors):
+                    proven_bridge(
+                        foundation.tokenizer,
+                        local.data,
+                        local.rollout,
+                        ends_of(foundation),
+                        pool.environments,
+                    )
             names = ["train"] if method.trains else []
             names += ["validation"] if local.data.validation else []
             for name in names:

@@ -295,6 +295,14 @@ def model_tokenizer(
     return load_tokenizer(place, model.chat_template, model.trust_remote_code, template_name)
 
 
+def ends_of(foundation: TextFoundation) -> tuple[int, ...]:
+    """Return all ids that end a completion, for an endpoint those of the tokenizer."""
+    if isinstance(foundation, Foundation):
+        return foundation.eos_token_ids
+    name = foundation.config.data.chat_template_name
+    return eos_token_ids(single_template(foundation.tokenizer, name))
+
+
 def with_assets(foundation: Foundation) -> Foundation:
     """Add the files beside trained weights. Raises `UsageError` where a library refuses to write them."""
     with (

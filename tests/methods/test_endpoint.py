@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.models.tokenizers import save_char_tokenizer
+from support.models.tokenizers import CHATML, char_tokenizer, save_char_tokenizer
+from support.ranks.fork_server import TESTS
 from support.runs.training_files import FRESH, RL, Command, rollouts, write_rows
 
 KEY = "OPENAI_API_KEY"
@@ -67,7 +68,7 @@ class Endpoint:
 
 
 def text_of(body: dict[str, Any]) -> str:
-    """The prompt of a request, whether text or messages."""
+    """The prompt of a request, whether text, messages or token ids."""
     return str(body["prompt"] if "prompt" in body else body["messages"][-1]["content"])
 
 
@@ -318,3 +319,47 @@ def test_a_run_that_has_a_model_needs_none_of_its_weights(work: Path, sums: str)
         status, found, output = evaluated(work, argv)
     assert status == 0, output
     assert found["val/mean@2"] == 1
+
+
+@pytest.mark.nightly
+def test_an_environment_goes_on_in_the_endpoint_s_token_ids(work: Path, sums: str) -> None:
+    """Each turn is asked with the ids of all turns before it."""
+    tokenizer = char_tokenizer(CHATML)
+    said = tokenizer("Ab")["input_ids"] + [tokenizer.eos_token_id]
+
+    def script(body: dict[str, Any], number: int) -> Answer | None:
+        choice = {"finish_reason": "stop", "text": "Ab", "token_ids": said}
+        return 200, {"choices": [choice]}
+
+    talkers = TESTS / "environments" / "talkers.py"
+    played = [
+        *(sums, f"environment={talkers}:Capitals", "reward.functions=[]", "evaluation.n=1"),
+        *("data.string_prompts=user", "rollout.max_response_length=200"),
+    ]
+    with serving(script) as endpoint:
+        argv = [*played, f"rollout.url={endpoint.url}"]
+        status, found, output = evaluated(work, argv)
+    assert status == 0, output
+    assert found["val/environment/turns"] == 3
+    assert found["val/reward"] == pytest.approx(1.5)
+    messages: list[dict[str, str]] = [{"role": "user", "content": "1+4="}]
+    first: list[int] = []
+    for _ in range(3):
+        wanted = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)  # fmt: skip
+        [body] = [body for _, _, body in endpoint.asked if body["prompt"] == wanted]
+        assert tokenizer.eos_token_id in body["stop_token_ids"]
+        first = first or wanted
+        assert body["max_tokens"] == 200 - (len(wanted) - len(first))
+        messages += [{"role": "assistant", "content": "Ab"}, {"role": "user", "content": "5!"}]
+    assert {path for path, *_ in endpoint.asked} == {"/v1/completions"}
+
+    def without(body: dict[str, Any], number: int) -> Answer | None:
+        return 200, {"choices": [{"finish_reason": "stop", "text": "Ab"}]}
+
+    with serving(without) as endpoint:
+        status, _, output = evaluated(work, [*played, f"rollout.url={endpoint.url}"])
+    assert status == 1, output
+    assert "token ids" in output
+    assert "Traceback" not in output
+    agent = [f"rollout.environment.agent={talkers}:Capitals", "rollout.url=http://localhost:1/v1"]
+    assert evaluated(work, [sums, *agent, "reward.functions=[]"])[0] == 2

@@ -15,7 +15,7 @@ from burnish.methods.parts.rollouts import Collector, Judge
 from burnish.rewards.overview import RewardFailures
 from burnish.rewards.pool import RewardPool
 from burnish.rollout.base import Generator
-from burnish.runs.setup import Foundation, TextFoundation
+from burnish.runs.setup import Foundation, TextFoundation, ends_of
 from burnish.tracking.progress import Progress
 
 
@@ -28,6 +28,7 @@ def make_generator(foundation: TextFoundation) -> Generator:
             foundation.config.rollout,
             encode=partial(foundation.tokenizer.encode, add_special_tokens=False),
             template_variables=foundation.config.data.chat_template_kwargs,
+            eos_token_ids=ends_of(foundation),
         )
     if foundation.config.rollout.place == "inside":
         return local_generator(foundation)
@@ -68,7 +69,7 @@ def make_collector(
     """Make a collector; its generator has no weights. `spans` measures the parts of conversations."""
     generator = make_generator(foundation)
     tokenizer = foundation.tokenizer
-    ends = foundation.eos_token_ids if isinstance(foundation, Foundation) else ()
+    ends = ends_of(foundation)
     decode = completion_decoder(tokenizer, foundation.config.rollout.stop, ends)
 
     failures = RewardFailures(foundation.config.reward)
