@@ -102,6 +102,6 @@ def test_a_short_name_means_all_that_end_in_it() -> None:
     assert meant_by("temperature") == ["rollout.temperature", "evaluation.temperature"]
     assert meant_by("lora") == ["model.lora"]
     rewards = ["reward.functions[].weight", "reward.models[].weight"]
-    assert meant_by("weight") == [*rewards, "algorithm.advantage.weight"]
+    assert meant_by("weight") == [*rewards, "algorithm.advantage.weight", "distill.weight"]
     assert meant_by("rollout.n") == ["rollout.n"]
     assert meant_by("nothing") == meant_by("model_dtype") == []
