@@ -1,23 +1,19 @@
 """Continue a conversation in token ids. What the model said is never tokenized again.
 
 An environment's messages become the text that the chat template writes between the end of an assistant's turn and the beginning of the
-next one. `prove_bridge` compares ids that grow so with the ids of the whole conversation.
+next one. `burnish.data.bridge_proof` compares ids that grow so with the ids of the whole conversation.
 """
 
 from __future__ import annotations
 
-import json
-import random
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import cached_property
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
-import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from burnish.config.schema import DataConfig, RolloutConfig
-from burnish.data.chat import shared_beginning
+from burnish.config.schema import DataConfig
 from burnish.data.messages import Message, Tools
 from burnish.data.template import ChatTemplate
 from burnish.data.tokenizer import single_template
@@ -30,32 +26,12 @@ _SAID = "qzjxsaid"
 _HEARD = "qzjxheard"
 """Words that no template has. They stand for what was said and heard."""
 _ASKED: Message = {"role": "user", "content": "hello"}
-_CONVERSATIONS = 20
-_OPENS = "<think>"
-_CLOSES = "</think>"
-_WORDS = ("seven", "17", "the blue box", "x = 3", "Ωmega", "\nnext line", '{"a": 1}', "end.")
+OPENS = "<think>"
+CLOSES = "</think>"
 
 
 Thoughts = Literal["none", "apart", "inside"]
 """What a turn has before its answer: no thoughts, thoughts under a key of their own, or thoughts within the content."""
-
-
-class FirstDifference(NamedTuple):
-    """The first token at which a conversation in parts differs from the whole one."""
-
-    place: int
-    whole: str
-    in_parts: str
-
-
-class Comparison(NamedTuple):
-    """What random conversations show."""
-
-    turns: int
-    """How many turns were compared."""
-    difference: FirstDifference | None = None
-    unsayable: FirstDifference | None = None
-    """Where the template writes a turn otherwise than its own opening, so that no model could have said it."""
 
 
 class TurnBridge:
@@ -72,7 +48,7 @@ class TurnBridge:
         tokenizer = single_template(tokenizer, data.chat_template_name, tools=bool(tools))
         self._tokenizer = tokenizer
         self._template = ChatTemplate(tokenizer, data.chat_template_kwargs)
-        self._tools = list(tools)
+        self.tools = list(tools)
         special = tokenizer.added_tokens_decoder
         # Other ids that end a completion, such as those of `rollout.stop_token_ids`, are text and do not end a turn of the template.
         self._stops = [t for t in map(int, stop_token_ids) if t in special and special[t].special]
@@ -106,14 +82,14 @@ class TurnBridge:
 
     def _require_schema(self) -> None:
         """Raise `UsageError` unless the tokenizer's `response_template` reads the turn that the chat template writes."""
-        asked: list[Called] = [(_name(tool), {}) for tool in self._tools[:1]]
-        _, calls, whole = self._said([_ASKED], asked, _SAID, "", "none", 0)
+        asked: list[Called] = [(tool_name(tool), {}) for tool in self.tools[:1]]
+        _, calls, whole = self.turn_of([_ASKED], asked, _SAID, "", "none", 0)
         if not whole.startswith(self._opening):
             return  # no model could say it
         spoken = whole[len(self._opening) :]
         marks = _places(spoken, self._stop_texts)
         spoken = spoken[: min(marks)[1]] if marks else spoken
-        turn = parse_by_schema(self._tokenizer, spoken, self._opening, self._tools)
+        turn = parse_by_schema(self._tokenizer, spoken, self._opening, self.tools)
         if turn.problem or turn.calls != [*calls] or turn.content not in (_SAID, ""):
             raise UsageError(
                 "the tokenizer's response_template does not read what the chat template writes",
@@ -127,9 +103,9 @@ class TurnBridge:
         """The ways in which turns of this template may have thoughts."""
         key = self._template.thoughts_key("reasoning_content")
         turn: Message = {"role": "assistant", "content": _SAID, key: _HEARD}
-        if _HEARD in self._whole([_ASKED, turn], "a conversation", opens=False):
+        if _HEARD in self.whole([_ASKED, turn], "a conversation", opens=False):
             return "none", "apart"
-        return ("none", "inside") if _CLOSES in str(self._tokenizer.chat_template) else ("none",)
+        return ("none", "inside") if CLOSES in str(self._tokenizer.chat_template) else ("none",)
 
     def text_of(self, ids: Sequence[int], *, special: bool = False) -> str:
         """Return ids as text, with or without special tokens."""
@@ -140,7 +116,7 @@ class TurnBridge:
         spoken = list(ids)
         if self._has_schema:
             text = self.text_of(spoken, special=True)
-            return parse_by_schema(self._tokenizer, text, self._opening, self._tools)
+            return parse_by_schema(self._tokenizer, text, self._opening, self.tools)
         turn = self._parsed(spoken[: -1 if self.end_of(spoken) is not None else None])
         # The mark that ends a call may end the turn as well.
         return self._parsed(spoken) if turn.problem else turn
@@ -148,7 +124,11 @@ class TurnBridge:
     def _parsed(self, ids: Sequence[int]) -> ParsedTurn:
         # Forms may be written with special tokens, so these stay in the text that is searched.
         text = self.text_of(ids, special=self._form is not None)
-        return parse_turn(text, self._form, self._tools)
+        return parse_turn(text, self._form, self.tools)
+
+    def loses(self, ids: Sequence[int]) -> bool:
+        """Return whether ids have a token that stands for text which the tokenizer does not know."""
+        return self._tokenizer.unk_token_id in ids
 
     def end_of(self, ids: Sequence[int] | TokenIds) -> int | None:
         """Return the token that ended a turn; None for a turn that was cut."""
@@ -160,12 +140,12 @@ class TurnBridge:
     ) -> list[int]:
         """Return the ids of a whole conversation up to the assistant's turn. No text of `foreign` messages, which follow, becomes a control token."""
         stood_in, texts = self._with_stand_ins(foreign)
-        return self._ids(self._whole([*messages, *stood_in], name), texts)
+        return self.ids_of(self.whole([*messages, *stood_in], name), texts)
 
     def length_of(self, messages: Sequence[Message]) -> int:
         """Return how many tokens the texts of messages have."""
         texts = [str(message["content"]) for message in messages]
-        return sum(len(self._ids(_HEARD, {_HEARD: text})) for text in texts)
+        return sum(len(self.ids_of(_HEARD, {_HEARD: text})) for text in texts)
 
     def message_of(self, turn: ParsedTurn, text: str, earlier: int = 0) -> Message:
         """Return a turn of the model as a message for the template; `text` is the whole turn, `earlier` the number of calls before it."""
@@ -176,9 +156,9 @@ class TurnBridge:
         elif turn.thoughts and is_apart:
             said[self._template.thoughts_key("reasoning_content")] = turn.thoughts
         elif turn.thoughts and turn.calls:
-            said["content"] = f"{_OPENS}\n{turn.thoughts}\n{_CLOSES}\n\n{turn.content}"
+            said["content"] = f"{OPENS}\n{turn.thoughts}\n{CLOSES}\n\n{turn.content}"
         elif turn.thoughts:  # the prompt may have opened them
-            said["content"] = text if _OPENS in text else _OPENS + text
+            said["content"] = text if OPENS in text else OPENS + text
         if turn.calls and not turn.problem:
             said["tool_calls"] = _enveloped(turn.calls, earlier)
         return said
@@ -207,7 +187,7 @@ class TurnBridge:
 
         return (
             shows(lambda: self.text_of(self.following([], [result], ended_by=None))),
-            shows(lambda: self._whole([_ASKED, said, result], "a conversation")),
+            shows(lambda: self.whole([_ASKED, said, result], "a conversation")),
         )
 
     def following(
@@ -231,18 +211,19 @@ class TurnBridge:
             # The token that ends a turn may open the next role's. Then it must be the right one.
             self._ends_turns or text[start:end] == self._tokenizer.convert_ids_to_tokens(ended_by)
         )
-        return self._ids(text[end if is_ended else start :], texts)
+        return self.ids_of(text[end if is_ended else start :], texts)
 
-    def _whole(self, messages: Sequence[Message], name: str, *, opens: bool = True) -> str:
-        tools = self._tools or None
+    def whole(self, messages: Sequence[Message], name: str, *, opens: bool = True) -> str:
+        """Return the text of a conversation, up to the assistant's turn if that `opens`. `name` is for errors."""
+        tools = self.tools or None
         return str(self._template.render(messages, name, tools, add_generation_prompt=opens))
 
     def _answered(self, calls: Sequence[Called], heard: Sequence[Message], earlier: int = 0) -> str:
         """Render a stand-in for a turn with these calls, and the answer, in the first way that the template takes."""
         results = [each for each in heard if each["role"] == "tool"]
         names = [name for name, _ in calls]
-        if results and not names and self._tools:  # an answer to a call that could not be read
-            names = [_name(self._tools[0])]
+        if results and not names and self.tools:  # an answer to a call that could not be read
+            names = [tool_name(self.tools[0])]
         named = [
             {"name": name, "tool_call_id": call_id(earlier + i)} for i, name in enumerate(names)
         ]
@@ -260,7 +241,7 @@ class TurnBridge:
             before = [_ASKED, *(_called_before(names, earlier) if self._numbers_calls else ())]
             try:
                 asked = [*before, said | ({"tool_calls": some} if some else {}), *heard]
-                text = self._whole(asked, "the environment's answer")
+                text = self.whole(asked, "the environment's answer")
             except UsageError as error:
                 refused = refused or error
                 continue
@@ -283,22 +264,22 @@ class TurnBridge:
     def _ends_turns(self) -> bool:
         """Whether the template ends a turn itself. Otherwise the token that opens the next role's turn does (GLM)."""
         said: Message = {"role": "assistant", "content": _SAID}
-        text = self._whole([_ASKED, said], "a conversation", opens=False)
+        text = self.whole([_ASKED, said], "a conversation", opens=False)
         return bool(_places(text, self._stop_texts, text.rfind(_SAID)))
 
     @cached_property
     def _numbers_calls(self) -> bool:
         """Whether results are numbered over the whole conversation (Command R)."""
-        if not self._tools:
+        if not self.tools:
             return False
-        name = _name(self._tools[0])
+        name = tool_name(self.tools[0])
 
         def result(earlier: int) -> str:
             said: Message = {"role": "assistant", "content": ""}
             said["tool_calls"] = _enveloped([(name, {})], earlier)
-            heard = _result(earlier, name, _HEARD)
+            heard = result_of(earlier, name, _HEARD)
             turns = [_ASKED, *_called_before([name], earlier), said, heard]
-            text = self._whole(turns, "a conversation").replace(call_id(earlier), "")
+            text = self.whole(turns, "a conversation").replace(call_id(earlier), "")
             before = max(
                 (text.rfind(mark, 0, text.rfind(_HEARD)) for mark in self._control), default=0
             )
@@ -312,7 +293,7 @@ class TurnBridge:
     @cached_property
     def _opening(self) -> str:
         """What a turn follows."""
-        return self._whole([_ASKED], "a conversation")
+        return self.whole([_ASKED], "a conversation")
 
     def _unended(self, text: str) -> UsageError:
         return UsageError(
@@ -327,7 +308,7 @@ class TurnBridge:
         texts: dict[str, str] = {}
         marks = [*self._control, _SAID, _HEARD]
         # Templates look for thoughts in what an assistant said.
-        of_assistant = [mark for mark in marks if mark not in (_OPENS, _CLOSES)]
+        of_assistant = [mark for mark in marks if mark not in (OPENS, CLOSES)]
 
         def stood_in(value: Any, unwanted: Sequence[str]) -> Any:
             if isinstance(value, dict):
@@ -355,7 +336,8 @@ class TurnBridge:
             start = mark.start() + 1
         yield text[start:]
 
-    def _ids(self, text: str, texts: Mapping[str, str] | None = None) -> list[int]:
+    def ids_of(self, text: str, texts: Mapping[str, str] | None = None) -> list[int]:
+        """Return the ids of a rendered text; words that are keys of `texts` stand for others' texts."""
         ids: list[int] = []
         # A template may leave a text out, write it twice, or in another order.
         while words := {text.find(word): word for word in texts or {} if word in text}:
@@ -369,81 +351,7 @@ class TurnBridge:
                 ids += self._tokenizer(piece, **how)["input_ids"]
         return [*ids, *self._tokenizer(text, add_special_tokens=False)["input_ids"]]
 
-    # The proof.
-
-    def compare(
-        self, role: str, thoughts: Thoughts = "none", seed: int = 0, *, rendered: bool = False
-    ) -> Comparison:
-        """Compare random conversations in parts with whole ones, up to the first difference.
-
-        `role` answers the model: tool or user. Turns that do not tokenize to the same ids alone and within the whole say nothing.
-        `rendered`: compare what is written of turns that were read with what is written of the turns themselves.
-        """
-        rng = random.Random(seed)
-        turns = 0
-        unsayable = None
-        for _ in range(_CONVERSATIONS):
-            compared = self._compared(rng, role, thoughts, rendered)
-            turns += compared.turns
-            unsayable = unsayable or compared.unsayable
-            if compared.difference is not None:
-                return Comparison(turns, compared.difference)
-        return Comparison(turns, unsayable=unsayable)
-
-    def _compared(
-        self, rng: random.Random, role: str, thoughts: Thoughts, rendered: bool
-    ) -> Comparison:
-        """Compare a random conversation."""
-        messages: list[Message] = [{"role": "user", "content": _some(rng)}]
-        read = [*messages]
-        ids = self.first(messages, "a conversation")
-        earlier = 0
-        for turn in range(rng.randint(1, 4)):
-            has_calls = role == "tool" or (self._tools and rng.random() < 0.5)
-            calls: Sequence[Called] = self._some_calls(rng) if has_calls else []
-            thought = _some(rng).strip() if thoughts != "none" else ""
-            opened = self._whole(messages, "a conversation")
-            if thoughts == "inside" and opened.rstrip().endswith(_CLOSES):
-                return Comparison(turn)
-            said, calls, alone = self._said(
-                messages, calls, _some(rng).strip(), thought, thoughts, earlier
-            )
-            if not alone.startswith(opened):
-                return Comparison(turn, unsayable=self._first_of(alone, self._ids(opened)))
-            spoken = alone[len(opened) :]
-            if thoughts == "inside" and thought not in spoken:
-                if rendered:  # the template leaves out what the model would say
-                    return Comparison(turn)
-                missing = said["content"].removeprefix(opened[-len(_OPENS) - 1 :])
-                return Comparison(turn, self._first_of(alone, self._ids(opened + missing)))
-            new = [*_results(rng, calls, earlier)] or [{"role": "user", "content": _some(rng)}]
-            spoken = self._up_to_stop(spoken, calls, new, earlier)
-            # The part of a text that a model could have said: it may not lean on what stands before it.
-            said_ids = self._ids(spoken)
-            if self._ids(opened + spoken) != [*self._ids(opened), *said_ids]:
-                return Comparison(turn)
-            messages += [said, *new]
-            whole = self._whole(messages, "a conversation")
-            if rendered:
-                if self._tokenizer.unk_token_id in said_ids:  # no text can be read from it
-                    return Comparison(turn)
-                text = self.text_of(said_ids)
-                read += [self.message_of(self.read(said_ids), text, earlier), *new]
-                again = self.first(read, "a conversation")
-                if self._ids(whole) != again:
-                    return Comparison(turn, self._first_of(whole, again))
-                earlier += len(calls)
-                continue
-            ids += said_ids
-            if self._ids(whole)[: len(ids)] != ids:
-                return Comparison(turn, self._first_of(whole, ids))
-            ids += self.following(calls, new, ended_by=self.end_of(said_ids), earlier=earlier)
-            earlier += len(calls)
-            if self._ids(whole) != ids:
-                return Comparison(turn, self._first_of(whole, ids))
-        return Comparison(turn + 1)
-
-    def _said(
+    def turn_of(
         self,
         before: Sequence[Message],
         calls: Sequence[Called],
@@ -462,17 +370,17 @@ class TurnBridge:
             if thoughts == "apart":
                 said[self._template.thoughts_key("reasoning_content")] = thought
             elif thoughts == "inside":
-                said["content"] = f"{_OPENS}\n{thought}\n{_CLOSES}\n\n{words}"
+                said["content"] = f"{OPENS}\n{thought}\n{CLOSES}\n\n{words}"
             if some:
                 said["tool_calls"] = _enveloped(some, earlier)
             try:
-                return said, some, self._whole([*before, said], "a conversation", opens=False)
+                return said, some, self.whole([*before, said], "a conversation", opens=False)
             except UsageError as error:
                 refused = refused or error
         assert refused is not None
         raise refused
 
-    def _up_to_stop(
+    def up_to_stop(
         self, spoken: str, calls: Sequence[Called], new: Sequence[Message], earlier: int
     ) -> str:
         """Return a turn up to the token that ends it, which the next role's turn may open with."""
@@ -484,25 +392,6 @@ class TurnBridge:
         if not marks:
             raise self._unended(text[text.rfind(_SAID) + len(_SAID) :])
         return spoken + text[slice(*min(marks))]
-
-    def _some_calls(self, rng: random.Random) -> list[Called]:
-        # The names are not those of a schema, whose types would say how a text is read.
-        return [
-            (
-                _name(rng.choice(self._tools)),
-                {"qzjxtext": _some(rng), "qzjxcount": rng.randint(0, 99)},
-            )
-            for _ in range(rng.randint(1, 2))
-        ]
-
-    def _first_of(self, text: str, ids: list[int]) -> FirstDifference:
-        whole = self._ids(text)
-        place = shared_beginning(whole, np.array(ids, np.int64))
-        names = [
-            self.text_of(part[place : place + 1], special=True) if place < len(part) else "nothing"
-            for part in (whole, ids)
-        ]
-        return FirstDifference(place, *names)
 
 
 def require_messages(prompt: Prompt) -> None:
@@ -516,70 +405,14 @@ def require_messages(prompt: Prompt) -> None:
         )
 
 
-def proven_bridge(
-    tokenizer: PreTrainedTokenizerBase,
-    data: DataConfig,
-    rollout: RolloutConfig,
-    eos_token_ids: Collection[int],
-    environments: Any,
-) -> TurnBridge:
-    """Return the bridge for an `EnvironmentPool`, proven as `rollout.environment.history` says."""
-    stops = (*eos_token_ids, *rollout.stop_token_ids)
-    tools = [dict(tool) for tool in environments.described.tools]
-    bridge = TurnBridge(tokenizer, data, tools, stops)
-    history = rollout.environment.history
-    if history != "appended" and rollout.environment.verifiers is None:
-        prove_bridge(bridge, "tool" if tools else "user", rendered=history == "rendered")
-    return bridge
-
-
-def prove_bridge(bridge: TurnBridge, role: str, *, rendered: bool = False) -> None:
-    """Raise `UsageError` unless conversations in parts have the ids of whole ones; or with `rendered`, turns that are read and written again.
-
-    `role` answers the model: tool or user. Turns with thoughts are compared too if the template writes them: many templates drop those
-    of earlier turns.
-    """
-    compared = {
-        thoughts: bridge.compare(role, thoughts, rendered=rendered) for thoughts in bridge.thoughts
-    }
-    if rendered:
-        for difference in (comparison.difference for comparison in compared.values()):
-            if difference is not None:
-                raise UsageError(
-                    f"a turn that is read and written again differs from what the chat template writes of it, once a {role} answers",
-                    have=f"token {difference.place} of a conversation: {difference.whole!r} of the turn, {difference.in_parts!r} when it was read",
-                    want="the same token ids",
-                    do="set rollout.environment.history=appended, or set model.chat_template",
-                )
-        return
-    differences = {thoughts: each.difference for thoughts, each in compared.items()}
-    if not any([*differences.values(), *(each.turns for each in compared.values())]):
-        differences = {thoughts: each.unsayable for thoughts, each in compared.items()}
-    for thoughts, difference in differences.items():
-        if difference is not None:
-            what = "" if thoughts == "none" else " with thoughts"
-            raise UsageError(
-                f"the chat template writes earlier turns{what} otherwise than the model said them, once a {role} answers",
-                have=f"token {difference.place} of a conversation: {difference.whole!r} in the whole, {difference.in_parts!r} in parts",
-                want="the same token ids",
-                do="set rollout.environment.history=rendered to train on each turn after what the template writes before it, appended to train on conversations as they were said, or set model.chat_template to a template that keeps earlier turns",
-            )
-    if not any(each.turns for each in compared.values()):
-        raise UsageError(
-            "it cannot be proven how the chat template writes earlier turns",
-            have="no turn of the model that has the same token ids alone and in the whole",
-            want="a template that opens the assistant's turn with add_generation_prompt",
-            do="set rollout.environment.history=appended if you know that it keeps earlier turns, or set model.chat_template",
-        )
-
-
 def _places(text: str, marks: Sequence[str], start: int = 0) -> list[tuple[int, int]]:
     """Return where the first of each mark begins and ends after `start`."""
     found = [(text.find(mark, max(start, 0)), len(mark)) for mark in marks]
     return [(place, place + length) for place, length in found if place >= 0]
 
 
-def _name(tool: Mapping[str, Any]) -> str:
+def tool_name(tool: Mapping[str, Any]) -> str:
+    """Return the name in a tool's schema."""
     return str(tool.get("function", tool)["name"])
 
 
@@ -599,12 +432,8 @@ def _enveloped(calls: Sequence[Called], earlier: int) -> list[dict[str, Any]]:
     ]
 
 
-def _results(rng: random.Random, calls: Sequence[Called], earlier: int) -> Iterator[Message]:
-    for number, (name, _) in enumerate(calls):
-        yield _result(earlier + number, name, json.dumps({"value": _some(rng)}))
-
-
-def _result(number: int, name: str, content: str) -> Message:
+def result_of(number: int, name: str, content: str) -> Message:
+    """Return what a tool answers to the call of this number."""
     return {"role": "tool", "name": name, "tool_call_id": call_id(number), "content": content}
 
 
@@ -612,8 +441,4 @@ def _called_before(names: Sequence[str], count: int) -> Iterator[Message]:
     for number in range(count if names else 0):
         call = _enveloped([(names[0], {})], number)
         yield {"role": "assistant", "content": "", "tool_calls": call}
-        yield _result(number, names[0], "")
-
-
-def _some(rng: random.Random) -> str:
-    return " ".join(rng.choices(_WORDS, k=rng.randint(1, 4)))
+        yield result_of(number, names[0], "")

@@ -88,7 +88,7 @@ def set_up(
                     with _collecting(errors):
                         load()
             if pool is not None and pool.environments is not None:
-                from burnish.data.turn_bridge import proven_bridge
+                from burnish.data.bridge_proof import proven_bridge
 
                 with _collecting(errors):
                     proven_bridge(

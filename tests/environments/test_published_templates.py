@@ -16,10 +16,11 @@ from support.nightly import by_day, draws
 
 from burnish.config.environment import EnvironmentConfig
 from burnish.config.schema import DataConfig
+from burnish.data.bridge_proof import compare_turns, prove_bridge
 from burnish.data.template import ChatTemplate
 from burnish.data.tool_calls import parse_turn
 from burnish.data.tool_forms import FORMS
-from burnish.data.turn_bridge import TurnBridge, prove_bridge
+from burnish.data.turn_bridge import TurnBridge
 from burnish.environments.pool import EnvironmentPool
 from burnish.errors import UsageError
 from burnish.methods.parts.conversations import Conversations
@@ -386,7 +387,7 @@ def test_a_response_template_proves_a_template_of_channels(role):
     tools = [MULTIPLY] if role == "tool" else []
     bridge = TurnBridge(tokenizer, DataConfig(), tools, ends)
     prove_bridge(bridge, role, rendered=True)
-    assert all(bridge.compare(role, each, rendered=True).turns for each in bridge.thoughts)
+    assert all(compare_turns(bridge, role, each, rendered=True).turns for each in bridge.thoughts)
 
 
 @pytest.mark.parametrize("name", by_day(WITH_TOOLS, ["qwen3-coder"]))

@@ -8,7 +8,8 @@ from support.models.tokenizers import CHATML, char_tokenizer
 from support.models.tool_templates import BY_FORM, HERMES, MULTIPLY, calling_tokenizer
 
 from burnish.config.schema import DataConfig
-from burnish.data.turn_bridge import TurnBridge, prove_bridge
+from burnish.data.bridge_proof import prove_bridge
+from burnish.data.turn_bridge import TurnBridge
 from burnish.errors import UsageError
 
 TEMPLATES = [template for templates in BY_FORM.values() for template in templates]

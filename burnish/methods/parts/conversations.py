@@ -16,9 +16,10 @@ from typing import Any
 import numpy as np
 
 from burnish.config.environment import EnvironmentConfig
+from burnish.data.bridge_proof import prove_bridge
 from burnish.data.messages import Message, messages_of
 from burnish.data.tool_calls import ParsedTurn
-from burnish.data.turn_bridge import TurnBridge, call_id, prove_bridge, require_messages
+from burnish.data.turn_bridge import TurnBridge, call_id, require_messages
 from burnish.environments.base import Action, Observation, ToolCall
 from burnish.environments.calls import Answered, Key, Step
 from burnish.environments.pool import EnvironmentPool

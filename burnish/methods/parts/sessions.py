@@ -21,9 +21,10 @@ from typing import Any
 import numpy as np
 
 from burnish.config.environment import EnvironmentConfig
+from burnish.data.bridge_proof import prove_bridge, proven_bridge
 from burnish.data.messages import THOUGHTS, Message, called, messages_of
 from burnish.data.tool_forms import Called
-from burnish.data.turn_bridge import TurnBridge, prove_bridge, proven_bridge
+from burnish.data.turn_bridge import TurnBridge
 from burnish.environments.base import Observation
 from burnish.environments.calls import AgentReply, Answered, Ask, Asking, Key
 from burnish.environments.pool import EnvironmentPool
