@@ -76,6 +76,10 @@ _OF_ENGINE: Sequence[_Constraint] = (
 _OF_ALL: Sequence[_Constraint] = (
     ("model.fresh", "model.tokenizer", "a new model comes without one"),
     ("model.lora", "model.path", "only the adapter of a new model would be saved"),
+    ("model.lora.dora", "engine.tensor_parallel=1", "it needs the norms of whole rows"),
+    ("model.lora.dora", "engine.compile=false", "it computes norms of weights in each pass"),
+    ("model.lora.dora", "model.lora.publish=merged", "A and B are not all that changes"),
+    ("model.lora.dora", "model.lora.dropout=0.0", "it is not drawn for the rescaled output"),
     ("model.lora.dropout", "engine.compile=false", "it draws between compiled pieces"),
     ("model.lora.modules_to_save", "engine.tensor_parallel=1", "it divides no such layers"),
     ("model.lora.modules_to_save", "model.lora.publish=merged", "A and B are not all that changes"),
@@ -333,6 +337,13 @@ def model_problems(model: ModelConfig) -> Iterator[BurnishError]:
             have=f"model.lora.dropout: {model.lora.dropout}, model.lora.targets: {', '.join(experts)}",
             want="dropout, or experts among the targets",
             do=f"set model.lora.dropout=0, or take {', '.join(experts)} out of model.lora.targets",
+        )
+    if model.lora.dora and experts:
+        yield UsageError(
+            "PEFT's adapters of experts have no DoRA",
+            have=f"model.lora.dora: true, model.lora.targets: {', '.join(experts)}",
+            want="DoRA, or experts among the targets",
+            do=f"set model.lora.dora=false, or take {', '.join(experts)} out of model.lora.targets",
         )
     if model.adapter and model.train:
         yield UsageError(

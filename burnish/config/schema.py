@@ -83,6 +83,8 @@ class LoraConfig(Section):
     """Linear layers by the last part of their names, such as q_proj; fused experts as experts.gate_up_proj and experts.down_proj. Default: all linear layers except the output layer, numbered ones and those that PEFT cannot adapt, which a warning names; and no experts."""
     rslora: bool = False
     """Scale by alpha / √rank instead (arXiv 2312.03732)."""
+    dora: bool = False
+    """Learn the magnitude of each output apart from its direction (DoRA, arXiv 2402.09353), as PEFT's use_dora. Linear layers only. A training pass takes longer, and needs memory for a copy of each layer's weight."""
     dropout: float = Field(0.0, ge=0, lt=1)
     """Share of each adapted layer's inputs that its adapter does not see in a training pass, as PEFT's lora_dropout. Log-probs before an update, validations and rollouts see all. Not for experts."""
     modules_to_save: list[str] = []

@@ -131,6 +131,8 @@ class PlannedModel:
                 yield weight
             elif self.adapts(weight.linear):
                 yield from weight.factors(lora.rank)
+                if lora.dora:
+                    yield Weight(weight.rows)
 
     @cached_property
     def trained_root(self) -> tuple[Weight, ...]:

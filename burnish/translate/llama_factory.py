@@ -21,6 +21,7 @@ _LORA = (
     "lora_alpha",
     "lora_dropout",
     "lora_target",
+    "use_dora",
     "use_rslora",
     "additional_target",
 )

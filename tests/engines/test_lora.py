@@ -69,6 +69,14 @@ CASES = [  # beside the kind `adapter` of test_layouts.py, which meets all of tw
     ),
     ("qwen2", LoraConfig(rank=3, alpha=5.0, rslora=True), 1, 2, {}),
     pytest.param(
+        "qwen2", LoraConfig(rank=3, alpha=5.0, dora=True), 1, 2, {}, marks=pytest.mark.nightly
+    ),
+    pytest.param(
+        *("llama", LoraConfig(rank=3, alpha=5.0, dora=True), 2, 3),
+        {"activation_checkpointing": "full"},
+        marks=pytest.mark.nightly,
+    ),
+    pytest.param(
         "gemma3_text",
         LoraConfig(rank=2, alpha=3.0, targets=["down_proj", "k_proj"]),
         2,

@@ -145,6 +145,48 @@ def test_layers_that_train_whole_resume_and_export(lora, modules):
         assert (before - wanted).abs().max() > 1e-3
 
 
+@pytest.mark.nightly
+@pytest.mark.parametrize("tied", [False, True])
+def test_magnitudes_resume_and_export(lora, tied):
+    """On two processes. PEFT reads the step, and its merged model is the exported one; another run goes on from it."""
+    base, name = f"dora_{tied}", f"magnitudes_{tied}"
+    save_base(lora / base, seed=0, tie_word_embeddings=tied)
+    argv = ["sft", "sft-lora.yaml", "model.lora.dora=true", f"model.path={base}"]
+    peace = done(lora, *argv, f"name={name}", world=2)
+    done(lora, *argv, f"name={name}_war", "steps=3", world=2)
+    assert outcome(done(lora, *argv, f"name={name}_war", world=2)) == outcome(peace)
+    step = peace / "checkpoints/step-00000006"
+    for kind, words in {"alone": [], "whole": ["--merged"]}.items():
+        to = f"{name}-{kind}"
+        assert burnish(lora, "ckpt", "export", str(step), to, "--dtype", "fp32", *words)[0] == 0
+    whole, plain = (
+        AutoModelForCausalLM.from_pretrained(lora / path, dtype=torch.float32).eval()
+        for path in (f"{name}-whole", base)
+    )
+    assert PeftConfig.from_pretrained(lora / f"{name}-alone").use_dora
+    ids = torch.arange(3, 20)[None]
+    with torch.no_grad():
+        before = plain(ids).logits
+        adapted = PeftModel.from_pretrained(plain, lora / f"{name}-alone").eval()
+        wanted = adapted(ids).logits
+        torch.testing.assert_close(whole(ids).logits, wanted, rtol=0, atol=2e-5)
+        merged = adapted.merge_and_unload()(ids).logits
+        torch.testing.assert_close(whole(ids).logits, merged, rtol=0, atol=2e-5)
+    assert (before - wanted).abs().max() > 1e-3
+    if not tied:  # it begins as the model, and so with the loss of an adapter without magnitudes
+        first = done(lora, "sft", "sft-lora.yaml", f"model.path={base}", "name=without", "steps=1")
+        losses = [metrics(run)[1]["train/loss"] for run in (peace, first)]
+        assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    begins = ["model.fresh=null", "model.tokenizer=null", f"model.path={base}"]
+    argv = ["sft", "sft.yaml", f"name={name}_on", *begins, f"model.lora.path={name}-alone"]
+    on = done(lora, *argv, "optim.lr=0", "steps=1")
+    saved = load_file(on / "checkpoints/step-00000001/model/adapter_model.safetensors")
+    given = load_file(lora / f"{name}-alone/adapter_model.safetensors")
+    assert {key.rpartition(".")[2] for key in saved} == {"weight", "lora_magnitude_vector"}
+    for key, tensor in given.items():
+        torch.testing.assert_close(saved[key].float(), tensor, rtol=2**-8, atol=0)
+
+
 def test_interrupted_equals_uninterrupted(lora, alone):
     require_same_when_interrupted(lora, ["sft", "sft-lora.yaml", DROPOUT], "sft", alone)
 
@@ -155,11 +197,13 @@ def test_interrupted_equals_uninterrupted(lora, alone):
         pytest.param("publish=merged", marks=pytest.mark.nightly),
         pytest.param("publish=adapter", marks=pytest.mark.nightly),
         pytest.param("modules_to_save=[embed_tokens, norm]", marks=pytest.mark.nightly),
+        pytest.param("dora=true", marks=pytest.mark.nightly),
     ],
 )
 def test_interrupted_reinforcement_learning_equals_uninterrupted(lora, setting):
     """The guard compares the generator's log-probs with the trainer's."""
-    argv = ["rl", "rl-lora.yaml", f"model.lora.{setting}", DROPOUT, "batch.minibatches=2"]
+    argv = ["rl", "rl-lora.yaml", f"model.lora.{setting}", "batch.minibatches=2"]
+    argv += ["rollout.check_every=1"] if "dora" in setting else [DROPOUT]
     name = setting.partition("=")[0] + setting[-7:].strip("], ")
     peace = done(lora, *argv, f"name={name}_peace")
     require_same_when_interrupted(lora, argv, name, peace)

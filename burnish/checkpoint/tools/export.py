@@ -51,6 +51,7 @@ from burnish.models.composite import (
 from burnish.models.loading import GENERATION_CONFIG, read_model_config
 from burnish.models.lora.adapter import Adapter, LowRankDelta, moved
 from burnish.models.lora.adapter_config import adapted_weights, are_parameters, factor_name
+from burnish.models.lora.dora import magnitude_name, rescaled
 from burnish.models.meta_init import build_on_meta
 
 _log = logging.getLogger(__name__)
@@ -150,17 +151,23 @@ class MergedModel(Closing):
         """See `StepModel.read`."""
         if name in self._copies:
             return self._adapter.read(self._copies[name], start, stop, dtype)
-        own = self._tensors.read_range(name, start, stop)
         change = self._changes.get(name)
         if change is None:
-            return own
+            return self._tensors.read_range(name, start, stop)
         width = self.weights[name].shape[1]
         first = start // width
         last = -(-stop // width)
         a, b = change.factors(*self._factors(change.layer))
         rows = torch.mm(b[first:last], a[:, :width]).flatten()
         begin = first * width
-        return own.float().add_(rows[start - begin : stop - begin], alpha=self._scale)
+        magnitude = magnitude_name(change.layer)
+        if magnitude in self._adapter.weights:  # the norm is of whole rows
+            own = self._tensors.read_range(name, begin, last * width).float()
+            changed = own.add_(rows, alpha=self._scale).view(-1, width)
+            lengths = self._adapter.read(magnitude, first, last, torch.float32)
+            return rescaled(changed, lengths.float()).flatten()[start - begin : stop - begin]
+        own = self._tensors.read_range(name, start, stop).float()
+        return own.add_(rows[start - begin : stop - begin], alpha=self._scale)
 
     def _read_factors(self, layer: str) -> list[Tensor]:
         """Return A and B of a layer of PEFT's, in fp32."""

@@ -62,6 +62,7 @@ from burnish.models.parts import ShardRule, cut_regions
 from burnish.records.seeds import derive_seed
 
 if TYPE_CHECKING:
+    from burnish.models.lora.dora import RowsOfTensors
     from burnish.models.lora.dropout import TokenDropout
     from burnish.models.scorer import ScoringPlan
 
@@ -174,11 +175,40 @@ class Adapter:
                 if not parameter.requires_grad:
                     parameter.data = parameter.data.to(base_dtype)
         self._gathering: Transfer | None = None
+        self._has_magnitudes = config.dora
+        self.magnitudes = self._rows() if config.dora else {}
+        """With DoRA: what magnitudes belong to (`burnish.models.lora.dora`)."""
+
+    def _rows(self) -> RowsOfTensors:
+        from burnish.models.lora.dora import magnitude_name
+
+        rows: dict[str, list[tuple[int, TensorSpec]]] = {}
+        for region in self.base:
+            change = self.changes.get(region.name)
+            if change is None:
+                continue
+            width = self._model.get_parameter(region.parameter).shape[-1]
+            if change.transposed or change.column or region.shape[1:] != (width,):
+                raise IncompatibleError(
+                    f"DoRA is not computed for {region.name}",
+                    have="a weight that does not hold whole rows, or holds them as columns",
+                    want="linear layers with a row for each output",
+                    do="set model.lora.dora=false, or take the layer out of model.lora.targets",
+                )
+            spec = TensorSpec(region.name, region.shape, torch.float32)
+            rows.setdefault(magnitude_name(change.layer), []).append((change.row, spec))
+        return rows
 
     def cut(self, cuts: Mapping[str, ShardRule]) -> None:
         """Make `base` and `weights` describe cut parameters."""
         self.base = cut_regions(self.base, cuts)
         self.weights = cut_regions(self.weights, cuts)
+        if self._has_magnitudes and cuts:
+            raise IncompatibleError(
+                "tensor parallelism does not divide the layers of DoRA, which needs the norms of whole rows",
+                want="engine.tensor_parallel: 1",
+                do="set engine.tensor_parallel=1, or start from an adapter without use_dora",
+            )
         if self._copies and cuts:
             raise IncompatibleError(
                 "tensor parallelism does not divide modules that are trained beside an adapter",
@@ -223,7 +253,10 @@ class Adapter:
 
     def _switch(self, *, on: bool) -> None:
         for layer in self._layers:
-            layer.scaling[ADAPTER_NAME] = self.scale if on else 0.0
+            if self._has_magnitudes:  # these rescale what W gives, too
+                layer._disable_adapters = not on
+            else:
+                layer.scaling[ADAPTER_NAME] = self.scale if on else 0.0
         set_copies(self._model, on=on)
 
     def merged(self, layout: Layout) -> Iterator[Shard]:
@@ -243,12 +276,13 @@ class Adapter:
                 b = pair[1].tensor[:, :, 0]
                 if self.changes[piece.spec.name].transposed:
                     a, b = b.T, a.T
-                yield _MergedShard(piece.spec, piece.box, piece.tensor, a, b, self.scale)
+                magnitude = pair[2].tensor if self._has_magnitudes else None
+                yield _MergedShard(piece.spec, piece.box, piece.tensor, a, b, self.scale, magnitude)
             else:
                 yield copies.get(piece.spec.name, piece)
 
     def _factors_of(self, piece: Shard) -> tuple[Shard, ...]:
-        """Allocate the columns of A [E r, in] and rows of B [out, r, E] that change a piece."""
+        """Allocate the columns of A [E r, in] and rows of B [out, r, E], and perhaps of m [out], that change a piece."""
         change = self.changes.get(piece.spec.name)
         if change is None:
             return ()
@@ -263,13 +297,19 @@ class Adapter:
             of_a: Box((first, change.column + column), (rank, columns)),
             of_b: Box((change.row + row, 0, change.expert), (rows, rank, 1)),
         }
+        if self._has_magnitudes:
+            from burnish.models.lora.dora import magnitude_name
+
+            name = magnitude_name(change.layer)
+            of_m = TensorSpec(name, self._shapes[name], torch.float32)
+            boxes[of_m] = Box((change.row + row,), (rows,))
         empty = partial(torch.empty, device=piece.tensor.device)
         return tuple(Shard(spec, box, empty(box.sizes)) for spec, box in boxes.items())
 
 
 def _by_expert(factor: Shard, rank: int) -> Shard:
-    """View B [out, r E] as [out, r, E]; leave A unchanged."""
-    if ".lora_A." in factor.spec.name:
+    """View B [out, r E] as [out, r, E]; leave A and m unchanged."""
+    if ".lora_B." not in factor.spec.name:
         return factor
     out, width = factor.spec.shape
     (row, _), (rows, _) = factor.box.offsets, factor.box.sizes
@@ -291,10 +331,17 @@ class _MergedShard(Shard):
     """Its rows of B, fp32."""
     scale: float
     """s."""
+    magnitude: Tensor | None = None
+    """With DoRA: its rows of m, fp32. It has whole rows of W then."""
 
     def part(self, box: Box) -> Tensor:
         """See `Shard.part`. Computed in fp32 and rounded once."""
         rows, columns = box.relative_to(self.box).slices
+        if self.magnitude is not None:
+            from burnish.models.lora.dora import rescaled
+
+            changed = torch.addmm(self.tensor[rows].float(), self.b[rows], self.a, alpha=self.scale)
+            return rescaled(changed, self.magnitude[rows])[:, columns].to(self.tensor.dtype)
         base = self.tensor[rows, columns]
         a = self.a[:, columns]
         b = self.b[rows]
@@ -341,9 +388,14 @@ def count_trained(hf_config: PretrainedConfig, config: LoraConfig) -> int:
     model = build_on_meta(hf_config)
     adapted = (model.get_parameter(name).shape for name in target_weights(model, config))
     factors = sum(math.prod(shape[:-2]) * sum(shape[-2:]) for shape in adapted)
+    magnitudes = 0
+    if config.dora:
+        adapted_rows = (model.get_parameter(n).shape[0] for n in target_weights(model, config))
+        magnitudes = sum(adapted_rows)
     modules = map(model.get_submodule, modules_trained_whole(model, config))
     whole_modules = {parameter for module in modules for parameter in module.parameters()}
-    return config.rank * factors + sum(parameter.numel() for parameter in whole_modules)
+    whole = sum(parameter.numel() for parameter in whole_modules)
+    return config.rank * factors + magnitudes + whole
 
 
 def warn_of_unadapted(config: LoraConfig, hf_config: PretrainedConfig) -> None:
@@ -448,27 +500,39 @@ def _computing_layers(model: PreTrainedModel) -> list[Any]:
 
 
 def _saved_name(parameter: str) -> str:
-    return ADAPTER_PREFIX + parameter.replace(COPY, "").replace(f".{ADAPTER_NAME}.", ".")
+    saved = ADAPTER_PREFIX + parameter.replace(COPY, "").replace(f".{ADAPTER_NAME}.", ".")
+    return saved.removesuffix(".weight") if ".lora_magnitude_vector." in saved else saved
 
 
 class FreshAdapter:
     """A `ShardSource` of initial values: A as PEFT draws it, B zero, so the model starts unchanged.
 
-    Each A follows from its name and the run's seed. Copies of whole modules have the values of their `originals` in `base`.
+    Each A follows from its name and the run's seed. Copies of whole modules have the values of their `originals` in `base`, and
+    `magnitudes` the norms of its rows.
     """
 
     def __init__(
-        self, seed: int, base: ShardSource | None = None, originals: Mapping[str, str] | None = None
+        self,
+        seed: int,
+        base: ShardSource | None = None,
+        originals: Mapping[str, str] | None = None,
+        magnitudes: RowsOfTensors | None = None,
     ) -> None:
         self._seed = seed
         self._base = base
         self._originals = originals or {}
+        self._magnitudes = magnitudes or {}
 
     def fill(self, shards: Iterable[Shard]) -> None:
         """Draw each shard's values. Holds one A at a time."""
         for shard in shards:
             if self._base is not None and shard.spec.name in self._originals:
                 self._base.fill([renamed(shard, self._originals)])
+                continue
+            if self._base is not None and shard.spec.name in self._magnitudes:
+                from burnish.models.lora.dora import fill_magnitude
+
+                fill_magnitude(shard, self._base, self._magnitudes[shard.spec.name])
                 continue
             if shard.spec.name.endswith(".lora_B.weight"):
                 shard.tensor.detach().zero_()
@@ -500,7 +564,8 @@ def adapter_record(
         "rslora": lora.rslora,
         "targets": kinds_of(weights),
         "fan_in_fan_out": _is_transposed(built, weights),
-        # Steps of older versions lack it, and are the same.
+        # Steps of older versions lack these, and are the same.
+        **({"dora": True} if lora.dora else {}),
         **({"dropout": lora.dropout} if lora.dropout else {}),
         **({"modules_to_save": lora.modules_to_save} if lora.modules_to_save else {}),
         **({"keeps_ties": True} if keeps_ties(built, lora) else {}),
@@ -556,9 +621,10 @@ def first_adapter(
     Raises `IncompatibleError` for another model's adapter or other tensors, and as `SafetensorsSource.check` does.
     """
     if model.lora.path is None:
-        if not model.lora.modules_to_save:
+        if not (model.lora.modules_to_save or model.lora.dora):
             return FreshAdapter(seed)
-        return FreshAdapter(seed, base, Adapter(build_on_meta(hf_config), model.lora).originals)
+        adapter = Adapter(build_on_meta(hf_config), model.lora)
+        return FreshAdapter(seed, base, adapter.originals, adapter.magnitudes)
     directory = Path(model.lora.path).expanduser()
     require_same_base(directory, record)
     if record.get("keeps_ties"):

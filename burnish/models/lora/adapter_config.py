@@ -32,7 +32,7 @@ _log = logging.getLogger(__name__)
 def plain_names(model: Any) -> dict[str, tuple[str, str]]:
     """Map each parameter to its name without PEFT and "", each factor to its weight's name and "A" or "B".
 
-    A copy that is trained whole goes to its weight's name and "W".
+    A copy that is trained whole goes to its weight's name and "W", and a layer's magnitudes to its weight's name and "m".
     """
     weights = {
         name: f"{name}.{getattr(module, 'parameter_name', 'weight')}"
@@ -113,6 +113,7 @@ def peft_config(
         lora_alpha=lora.scale_alpha,
         lora_dropout=lora.dropout,
         use_rslora=lora.rslora,
+        use_dora=lora.dora,
         fan_in_fan_out=is_transposed,
         target_modules=[kind for kind in kinds if not are_parameters(kind)],
         target_parameters=[kind for kind in kinds if are_parameters(kind)] or None,
@@ -131,7 +132,7 @@ def save_adapter_config(
     of the same kinds.
     """
     # Steps of older versions lack some.
-    names_of_settings = ("rank", "alpha", "rslora", "dropout", "modules_to_save")
+    names_of_settings = ("rank", "alpha", "rslora", "dora", "dropout", "modules_to_save")
     lora = LoraConfig(**{name: record[name] for name in names_of_settings if name in record})
     is_transposed = record.get("fan_in_fan_out", False)
     keeps_ties = record.get("keeps_ties", False)
@@ -215,6 +216,9 @@ _PARAMETERS = "target_parameters"
 _MODULES = "modules_to_save"
 """PEFT's option for modules that are trained whole."""
 
+_DORA = "use_dora"
+"""PEFT's option for DoRA. Older files lack it."""
+
 _WITHOUT_EFFECT = frozenset(
     {
         *("task_type", "auto_mapping", "peft_version", _BASE_PATH, "revision", "inference_mode"),
@@ -250,6 +254,7 @@ def with_adapter(model: ModelConfig, content: bytes) -> ModelConfig:
         if values.get(_PARAMETERS):  # then there may be no target_modules
             settings["targets"] = settings["targets"] or []
         settings[_MODULES] = values.get(_MODULES) or []
+        settings["dora"] = bool(values.get(_DORA))
         own = {name: getattr(model.lora, name) for name in ("path", "publish", "dropout")}
         lora = LoraConfig.model_validate(own | settings)
         fused = LoraConfig.model_validate({"targets": values.get(_PARAMETERS) or []}).targets
@@ -269,7 +274,11 @@ def with_adapter(model: ModelConfig, content: bytes) -> ModelConfig:
 
 def _require_plain(values: dict[str, Any], where: str) -> None:
     for key, value in values.items():
-        known = key in {*_UNDERSTOOD, _PARAMETERS, *_WITHOUT_EFFECT} or not value or value == "none"
+        known = (
+            key in {*_UNDERSTOOD, _DORA, _PARAMETERS, *_WITHOUT_EFFECT}
+            or not value
+            or value == "none"
+        )
         if not (value in _PLAIN[key] if key in _PLAIN else known):
             raise IncompatibleError(
                 f"{where} describes a kind of adapter that Burnish does not train",

@@ -57,6 +57,7 @@ def plain_adapted(path: Path, lora: LoraConfig = LORA) -> Any:
         r=lora.rank,
         lora_alpha=lora.scale_alpha,
         use_rslora=lora.rslora,
+        use_dora=lora.dora,
         lora_dropout=lora.dropout,
         target_modules=[t for t in lora.targets if t not in EXPERTS]
         if lora.targets
@@ -77,4 +78,5 @@ def plain_adapted(path: Path, lora: LoraConfig = LORA) -> Any:
 
 def saved_name(name: str) -> str:
     """How PEFT's files call a parameter of its model."""
-    return name.replace(".modules_to_save.default.", ".").replace(".default.", ".")
+    saved = name.replace(".modules_to_save.default.", ".").replace(".default.", ".")
+    return saved.removesuffix(".weight") if ".lora_magnitude_vector." in saved else saved
