@@ -22,6 +22,7 @@ from burnish.engines.base import Engine, Part
 from burnish.methods.dpo import DPO
 from burnish.methods.pairs import PairMethod
 from burnish.methods.parts.offline_training import Models
+from burnish.methods.parts.references import ReferencedItems, reference_logprobs
 from burnish.methods.reward_modeling import RewardModeling
 from burnish.models.loading import read_model_config
 from burnish.models.meta_init import count_flops
@@ -160,10 +161,14 @@ def by_us(
     optim = OptimConfig(betas=(KEEPS_FIRST_MOMENT, 0.9), weight_decay=0.0)
     with process_group(CPU, 60) as layout:
         engine = make_engine(layout, policy, optim, max_grad_norm=1e9)
-        frozen = make_frozen(layout, reference, engine) if method.keeps_start(config) else None
-        batch = method.batch(data, range(len(data)), foundation, layout)
+        items: Any = data
+        if not is_judged and settings.get("reference") != "none":
+            frozen = make_frozen(layout, reference, engine)
+            part = reference_logprobs(frozen, data.items(range(len(data))), foundation)
+            items = ReferencedItems(data, None, [part])
+        batch = method.batch(items, range(len(data)), foundation, layout)
         assert len(batch.microbatches) > 1
-        batch, _ = method.prepare(Models(foundation, engine, frozen), batch)
+        batch, _ = method.prepare(Models(foundation, engine), batch)
         found = engine.forward_backward(batch, method.loss(config)).values_by_name()["loss"]
         engine.optim_step(0.0)
         return found, gradients_of(engine)

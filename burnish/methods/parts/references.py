@@ -122,7 +122,7 @@ def referenced(
             for number in missing:
                 session.stopper.check_all()
                 here = chosen[starts[number] : starts[number] + ROWS_OF_A_FILE]
-                part = _computed(engine, items.items(here), given)
+                part = reference_logprobs(engine, items.items(here), given)
                 if layout.local_rank == 0:
                     body = len(here).to_bytes(8, "little") + b"".join(
                         each.tobytes() for each in part
@@ -142,7 +142,7 @@ def referenced(
     return ReferencedItems(items, places, [part for part in parts if part is not None])
 
 
-def _computed(
+def reference_logprobs(
     engine: Engine, items: Sequence[Item], foundation: Foundation
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
     """Return the trained tokens of each item, and their log-probs. Collective."""
