@@ -16,7 +16,7 @@ import numpy.typing as npt
 import xxhash
 from transformers import PreTrainedTokenizerBase
 
-from burnish.files.cache import read_kept, write_kept
+from burnish.files.cache import read_kept
 
 Lengths = tuple[npt.NDArray[np.int64], str, list[str]]
 """Number of tokens of each row (0: nothing to train on); a digest of the rows that are kept; warnings."""
@@ -61,6 +61,8 @@ def read_lengths(key: str) -> Lengths | None:
 
 def write_lengths(key: str, lengths: Lengths) -> None:
     """Write lengths. If that fails, only warn."""
+    from burnish.files.kept import write_kept
+
     tokens, *others = lengths
     body = json.dumps(others).encode() + b"\n" + tokens.tobytes()
     write_kept(_FOLDER, key, body, MOST_BYTES, "the lengths of rows")

@@ -26,7 +26,8 @@ from burnish.distributed.collectives import agree, any_rank, from_main, total
 from burnish.engines.base import Engine
 from burnish.engines.factory import settings_beside
 from burnish.errors import IncompatibleError
-from burnish.files.cache import read_kept, write_kept
+from burnish.files.cache import read_kept
+from burnish.files.kept import write_kept
 from burnish.files.safetensors import weight_files
 from burnish.models.heads import has_value_head
 from burnish.models.loading import read_model_config, require_embeddings, weights_source
