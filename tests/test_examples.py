@@ -1,9 +1,11 @@
 from __future__ import annotations
 
 import json
+import os
 import runpy
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -140,3 +142,26 @@ def lost(given: Any, found: Any, place: str = "") -> list[str]:
     else:
         return [] if str(given) == str(found) else [place]
     return [*lacking, *(each for pair in kept for each in lost(*pair))]
+
+
+@pytest.mark.parametrize(
+    ("needed", "missed"),
+    [
+        ({"grpo": 100.0, "sampled": 50.0, "all": 20.0}, ""),
+        ({"grpo": None, "sampled": 50.0, "all": None}, "all"),
+        ({"grpo": 100.0, "sampled": 51.0, "all": 20.0}, "sampled"),
+    ],
+)
+def test_the_example_of_distillation_fails_when_it_shows_nothing(
+    needed: dict[str, float | None], missed: str
+) -> None:
+    program = runpy.run_path(str(EXAMPLES / "distillation" / "distil.py"))
+    assert program["unkept"](needed) == missed
+    assert program["tokens_to"](0.5, [(0.0, 0.1), (8.0, 0.5), (9.0, 0.4)]) == 8.0
+
+
+@pytest.mark.nightly
+def test_a_student_needs_fewer_tokens_of_a_teacher_than_of_rewards(tmp_path: Path) -> None:
+    program = [sys.executable, str(EXAMPLES / "distillation" / "distil.py")]
+    environ = os.environ | {"PYTHONPATH": str(EXAMPLES.parent)}
+    subprocess.run(program, cwd=tmp_path, env=environ, check=True)
