@@ -59,6 +59,9 @@ class Family:
     """Fields of config.json that add biases."""
     has_router: bool = False
     """Layers have softmax routers that send each token to its top-k experts."""
+    sigmoid_bias: str = ""
+    """The router scores by sigmoid, and chooses by score + bias within groups (DeepSeek-V3, arXiv 2412.19437, equation 16). This is the bias's
+    name in the checkpoint; empty: the router scores by softmax."""
     softmax_of_chosen: bool = False
     """The router's softmax is over the logits of the chosen experts."""
     experts_module: str = "mlp"
@@ -105,6 +108,12 @@ class Family:
         return self.described and self.query_norms != "full"
 
 
+_by_sigmoid = partial(
+    Family,
+    described=False,
+    sigmoid_bias="gate.e_score_correction_bias",
+    shared_expert="shared_experts",
+)
 _undescribed = partial(Family, described=False)
 _on_torch = partial(Family, described=False, on_megatron=False)
 FAMILIES: Mapping[str, Family] = {
@@ -154,6 +163,11 @@ FAMILIES: Mapping[str, Family] = {
         block_norms=("input_layernorm", "post_norm1", "post_attention_layernorm", "post_norm2"),
         multiplies_logits_scaling=True,
     ),
+    **dict.fromkeys(("dots1", "glm4_moe"), _by_sigmoid(query_norms="head")),
+    "exaone_moe": _by_sigmoid(
+        sigmoid_bias="e_score_correction_bias", query_norms="head", rotates_in_windows=True
+    ),
+    "solar_open": _by_sigmoid(),
     "gpt_oss": _on_torch(has_router=True, softmax_of_chosen=True),
     "qwen3_next": _on_torch(has_router=True),
     "qwen3_5_moe_text": _on_torch(has_router=True),
@@ -330,7 +344,11 @@ def layers_with_experts(fields: Mapping[str, Any]) -> list[int]:
     dense = fields.get("mlp_only_layers") or ()
     every = fields.get("decoder_sparse_step") or 1
     layers = range(_size(fields, "num_hidden_layers"))
-    return [index for index in layers if index not in dense and (index + 1) % every == 0]
+    if kinds := fields.get("mlp_layer_types"):
+        return [index for index in layers if kinds[index] == "sparse"]
+    first = fields.get("first_k_dense_replace") or 0
+    others = layers[first:]
+    return [index for index in others if index not in dense and (index + 1) % every == 0]
 
 
 def _window(family: Family, fields: Mapping[str, Any], index: int) -> int | None:

@@ -51,6 +51,7 @@ IN_LAYER = {
     "mlp.linear_fc2.weight": ("columns", "mlp.{part}.weight"),
     "mlp.linear_fc2.bias": ("whole", "mlp.{part}.bias"),
     "mlp.router.weight": ("whole", "mlp.gate.weight"),
+    "mlp.router.expert_bias": ("whole", "mlp.{bias}"),
     "mlp.shared_experts.linear_fc1.weight": ("gated", "mlp.{shared}.{part}.weight"),
     "mlp.shared_experts.linear_fc2.weight": ("columns", "mlp.{shared}.{part}.weight"),
     "mlp.shared_experts.gate_weight": ("whole", "mlp.{shared}_gate.weight"),
@@ -98,9 +99,10 @@ def regions_of(
             projections = family.expert_projections
             module = f"{module}.experts.{of_expert[1]}"
         cut, name = IN_LAYER.get(rest, ("", ""))
-        if of_expert or rest == "mlp.router.weight":
+        if of_expert or rest.startswith("mlp.router."):
             name = name.replace("mlp", module, 1)
-    if not cut or ("{shared}" in name and not family.shared_expert):
+    absent = {"{shared}": not family.shared_expert, "{bias}": not family.sigmoid_bias}
+    if not cut or any(part in name and absent[part] for part in absent):
         raise IncompatibleError(
             f"Burnish does not know the Hugging Face name of Megatron's parameter {parameter}",
             want="the parameters of a model that the Megatron engine computes",
@@ -115,6 +117,7 @@ def regions_of(
             norms=family.block_norms,
             queries=family.query_norm_names,
             shared=family.shared_expert,
+            bias=family.sigmoid_bias,
         )
 
     seat = MegatronSlot() if cut == "whole" else seat

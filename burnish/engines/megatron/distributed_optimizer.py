@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -234,21 +234,27 @@ class MegatronShards:
         sizes = model_sizes(hf_config)
         self._chunks = list(chunks)
         self._parameters: dict[str, nn.Parameter] = {}
+        self._buffers: dict[str, Tensor] = {}
         self._regions: dict[str, tuple[Region, ...]] = {}
         for chunk in self._chunks:
             model = get_attr_wrapped_model(chunk, "decoder", return_model_obj=True)
             for local, parameter in model.named_parameters():
                 name, regions = _described(local, tuple(parameter.shape), model, sizes)
                 self._parameters[name], self._regions[name] = parameter, regions
+            for local, buffer in _saved_buffers(model):
+                name, regions = _described(local, tuple(buffer.shape), model, sizes)
+                self._buffers[name], self._regions[name] = buffer, regions
         self._optimizers = list(optimizers)
         self._ranges = list(self._stepped())
 
     def weights(self) -> Iterator[Shard]:
-        """Yield the trained weights: the optimizer's in fp32, without one the model's own."""
+        """Yield the trained weights: the optimizer's in fp32, without one the model's own. Buffers are as they are."""
         if not self._optimizers:
             yield from self.model()
+            return
         for part in self._ranges:
             yield from self._pieces(part, part.main.detach())
+        yield from self._whole(self._buffers)
 
     def slots(self) -> Iterator[Shard]:
         """Yield the optimizer's moments, `exp_avg/<weight>` and so on, in the dtype between steps."""
@@ -259,9 +265,13 @@ class MegatronShards:
 
     def model(self) -> Iterator[Shard]:
         """Yield this rank's weights in the compute dtype; other ranks may hold the same."""
-        for name, parameter in self._parameters.items():
-            held = parameter.detach()
-            box = whole(tuple(parameter.shape))
+        yield from self._whole(self._parameters)
+        yield from self._whole(self._buffers)
+
+    def _whole(self, tensors: Mapping[str, Tensor]) -> Iterator[Shard]:
+        for name, tensor in tensors.items():
+            held = tensor.detach()
+            box = whole(tuple(tensor.shape))
             shards = (region.shard_of(held, box) for region in self._regions[name])
             yield from (shard for shard in shards if shard is not None)
 
@@ -306,6 +316,13 @@ def _main_weights(optimizer: DistributedOptimizer) -> Iterator[tuple[nn.Paramete
     ):
         for model_group, main_group in zip(models, mains, strict=True):
             yield from zip(model_group, main_group, strict=True)
+
+
+def _saved_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    for prefix, module in model.named_modules():
+        for name, buffer in module.named_buffers(prefix, recurse=False):
+            if name.rpartition(".")[2] not in module._non_persistent_buffers_set:
+                yield name, buffer
 
 
 def _described(

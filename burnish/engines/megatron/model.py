@@ -255,11 +255,20 @@ def _transformer_config(
 def _of_experts(
     traits: ModelTraits, hf_config: PretrainedConfig, config: EngineConfig
 ) -> dict[str, Any]:
-    return {
+    by_sigmoid: dict[str, Any] = {}
+    if traits.family.sigmoid_bias:
+        by_sigmoid = {
+            "moe_router_score_function": "sigmoid",
+            "moe_router_dtype": "fp32",
+            "moe_router_num_groups": hf_config.n_group,
+            "moe_router_group_topk": hf_config.topk_group,
+            "moe_router_topk_scaling_factor": hf_config.routed_scaling_factor,
+        }
+    return by_sigmoid | {
         "num_moe_experts": traits.sizes.experts,
         "moe_ffn_hidden_size": traits.sizes.expert_intermediate,
         "moe_shared_expert_intermediate_size": traits.shared_width or None,
-        "moe_shared_expert_gate": traits.shared_width > 0,
+        "moe_shared_expert_gate": traits.gates_shared,
         "moe_layer_freq": [int(layer.has_experts) for layer in traits.layers],
         "moe_router_topk": hf_config.num_experts_per_tok,
         "moe_router_pre_softmax": not getattr(hf_config, "norm_topk_prob", True),

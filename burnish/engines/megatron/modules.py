@@ -44,7 +44,8 @@ from burnish.models.routing import Routing
 
 _ALIGNED_BYTES = 16
 """In grouped matrix products, every row and column must begin at a multiple of this many bytes."""
-
+# Added to the sum of sigmoids, as the families do.
+_LEAST_SUM = 1e-20
 Rotation = tuple[Tensor, Tensor]
 
 
@@ -219,8 +220,9 @@ class RoutedLayer(TransformerLayer):
 
 
 class PlainRouter(TopKRouter):
-    """Chooses experts in the compute dtype, as the families' own code does, and obeys and records `Routing`.
+    """Chooses experts as the families' own code does, and obeys and records `Routing`.
 
+    Scores are softmax in the compute dtype, or sigmoid in fp32 (`Family.sigmoid_bias`). A sigmoid's bias `expert_bias` is not trained.
     The load-balancing loss is that of the whole step, not Megatron's of a micro-batch.
     """
 
@@ -228,12 +230,21 @@ class PlainRouter(TopKRouter):
         super().__init__(*args, **options)
         # Megatron makes the weight on the host and moves it at its first use. Move it now.
         self.weight = _on_device(self.get_parameter("weight"))
+        self.by_sigmoid = self.config.moe_router_score_function == "sigmoid"
+        if self.by_sigmoid:
+            del self.expert_bias  # None, since Megatron would update its own
+            experts = self.config.num_moe_experts
+            device = torch.cuda.current_device()
+            bias = torch.zeros(experts, dtype=torch.float32, device=device)
+            self.register_buffer("expert_bias", bias)
         self.number = 0
         self.instructions: Routing | None = None
         """Instructions for the next forward pass; their rows are those of this rank alone."""
 
     def gating(self, input: Tensor) -> Tensor:
         """Return logits [..., experts] of hidden states [..., H]."""
+        if self.by_sigmoid:
+            return functional.linear(input.float(), self.weight.float())
         return functional.linear(input, self.weight)
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -245,19 +256,38 @@ class PlainRouter(TopKRouter):
         routing = self.instructions
         softmax_first = self.config.moe_router_pre_softmax
         scores = logits
-        if softmax_first:
+        if self.by_sigmoid:
+            scores = logits.sigmoid()
+        elif softmax_first:
             scores = logits.softmax(dim=-1, dtype=torch.float32).type_as(logits)
         if routing is None or routing.prescribed is None:
-            chosen = scores.topk(self.topk, dim=1).indices
+            ranked = self._biased(scores) if self.by_sigmoid else scores
+            chosen = ranked.topk(self.topk, dim=1).indices
         else:
             chosen = routing.prescribed[:, self.number].long()
         weights = scores.gather(1, chosen)
-        if not softmax_first:
+        if self.by_sigmoid:
+            if not softmax_first:
+                weights = weights / (weights.sum(dim=-1, keepdim=True) + _LEAST_SUM)
+            weights = weights * self.config.moe_router_topk_scaling_factor
+        elif not softmax_first:
             weights = weights.softmax(dim=-1, dtype=torch.float32).type_as(logits)
         if routing is not None:
             weights = routing.settle(self.number, logits, chosen, weights)
         places = torch.zeros_like(logits)
         return places.scatter(1, chosen, weights), places.bool().scatter(1, chosen, True)
+
+    def _biased(self, scores: Tensor) -> Tensor:
+        """Return scores [R, experts] plus the bias, -inf outside the groups with the highest sums of two."""
+        biased = scores + self.expert_bias
+        groups = self.config.moe_router_num_groups
+        if groups == 1:
+            return biased
+        of_groups = biased.unflatten(1, (groups, -1))
+        best = of_groups.topk(2, dim=-1).values.sum(dim=-1)
+        kept = best.topk(self.config.moe_router_group_topk, dim=-1).indices
+        outside = torch.ones_like(best, dtype=torch.bool).scatter(1, kept, False)
+        return of_groups.masked_fill(outside[..., None], -torch.inf).flatten(1)
 
 
 class SharedExpert(SharedExpertMLP):

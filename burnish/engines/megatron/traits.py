@@ -62,6 +62,8 @@ class ModelTraits:
     """Of the embeddings: one that is rounded to their dtype, as Gemma's, and one that is not, as Granite's."""
     shared_width: int
     """Columns of the expert that every token goes to; 0: there is none."""
+    gates_shared: bool
+    """That expert's output is multiplied by the sigmoid of a gate."""
     rotary: Callable[[PretrainedConfig], nn.Module]
     """Makes the module of rotary positions."""
     rotations: tuple[str, ...]
@@ -119,6 +121,7 @@ def model_traits(hf_config: PretrainedConfig) -> ModelTraits:
         block_norms=(norms[0], norms[1], norms[2], norms[3]),
         embedding_factors=(scale, getattr(hf_config, "embedding_multiplier", 1.0)),
         shared_width=next(widths, 0),
+        gates_shared=any(hasattr(layer.mlp, f"{family.shared_expert}_gate") for layer in layers),
         rotary=type(model.base_model.rotary_emb),
         rotations=tuple(sorted(set(hf_config.layer_types))) if by_type else ("",),
     )

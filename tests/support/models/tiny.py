@@ -152,7 +152,29 @@ _BY_TYPE: dict[str, Any] = {
     "layer_types": ["sliding_attention", "full_attention"],
 }
 _EXPERTS: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2}
+_GROUPED: dict[str, Any] = {
+    "head_dim": 16,
+    "num_hidden_layers": 3,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "n_shared_experts": 2,
+    "routed_scaling_factor": 1.7,
+    "first_k_dense_replace": 1,
+    "n_group": 2,
+    "topk_group": 1,
+}
 ON_MEGATRON: dict[str, dict[str, Any]] = {
+    "dots1": {**_GROUPED, "layer_types": ["full_attention"] * 3, "norm_topk_prob": False},
+    "exaone_moe": {
+        **_GROUPED,
+        **_BY_TYPE,
+        "num_experts": 4,
+        "num_shared_experts": 2,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    },
+    "glm4_moe": {**_GROUPED, "attention_bias": True, "use_qk_norm": True},
+    "solar_open": {**_GROUPED, "first_k_dense_replace": 0},
     "olmo3": _BY_TYPE,
     "olmoe": _EXPERTS,
     "qwen2_moe": {
@@ -212,6 +234,9 @@ def tiny_model(
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.add_(torch.randn_like(parameter) * 0.1)
+            for name, buffer in model.named_buffers():
+                if name.endswith("correction_bias"):
+                    buffer.add_(torch.randn_like(buffer) * 0.1)
     return model.eval()
 
 
