@@ -19,21 +19,29 @@ from burnish.tracking.rundir import RunDirectory
 
 _GREY = "#80868f"
 _EXAMPLE = Path(__file__).parents[1] / "examples/distillation/distil.py"
-SHOWN = {
-    "reward/mean": ("reward in training", "#d9a583"),
-    "val/mean@4": ("held-out prompts, share right", "#b04c12"),
-    "val/mean@1": ("held-out prompts, share right", "#b04c12"),
-    "train/loss": ("loss in training", "#d9a583"),
-    "val/loss": ("held-out loss", "#b04c12"),
-}
-"""The metrics of a curve, with labels and colours. A run has some of them."""
+PALE = "#d9a583"
+DARK = "#b04c12"
+SHOWN = (
+    {
+        "reward/mean": ("reward in training", PALE),
+        "val/mean@4": ("held-out prompts, share right", DARK),
+        "val/mean@1": ("held-out prompts, share right", DARK),
+    },
+    {
+        "train/accuracy": ("pairs in training, share right", PALE),
+        "val/accuracy": ("held-out pairs, share right", DARK),
+    },
+    {"train/loss": ("loss in training", PALE), "val/loss": ("held-out loss", DARK)},
+)
+"""The metrics of a curve, with labels and colours: the first group of which a run has some."""
 
 
 def draw(run: Path, out: Path, title: str) -> None:
     """Write an SVG with a transparent ground, which suits light and dark pages."""
     figure, axes = _figure()
     curves = Curves(RunDirectory(run).metrics).whole().by_name
-    for name, (label, colour) in SHOWN.items():
+    shown = next(group for group in SHOWN if not curves.keys().isdisjoint(group))
+    for name, (label, colour) in shown.items():
         if name in curves:
             curve: Any = curves[name]
             is_held_out = name.startswith("val/")

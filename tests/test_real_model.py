@@ -100,3 +100,14 @@ def test_smollm_learns_to_call_a_calculator(tmp_path: Path) -> None:
     assert held_out[0]["val/environment/calls"] <= 0.9
     assert held_out[-1]["val/environment/calls"] >= 0.95
     assert held_out[-1]["val/mean@1"] >= 0.95
+
+
+def test_smollm_learns_to_prefer_right_sums(tmp_path: Path) -> None:
+    python(tmp_path, "-m", "burnish", "ckpt", "import", weights_of_package(), "runs/smollm2")
+    python(tmp_path, EXAMPLE / "data.py")
+    given = [EXAMPLE / "dpo.yaml", "model.path=runs/smollm2", "epochs=1"]
+    python(tmp_path, "-m", "burnish", "dpo", *given)
+    rows = read_metrics(tmp_path / "runs" / "smollm-dpo" / "metrics.jsonl")
+    right = [row["val/accuracy"] for row in rows if "val/accuracy" in row]
+    assert right[0] == 0  # it is the reference
+    assert right[-1] >= 0.8
