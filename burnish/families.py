@@ -24,6 +24,8 @@ _GLM4_NORMS = (
     "input_layernorm", "post_self_attn_layernorm",
     "post_attention_layernorm", "post_mlp_layernorm",
 )  # fmt: skip
+_LONG_NAMES = ("query_layernorm", "key_layernorm")
+_MIXTRAL_MLP = ("w1", "w3", "w2")
 _FUSED_MLP = ("gate_up_proj", "gate_up_proj", "down_proj")
 
 
@@ -53,6 +55,8 @@ class Family:
     """If there is a window, only layers that have it have rotary positions."""
     caps_scores: bool = False
     """Attention scores are bounded by attn_logit_softcapping, where config.json has it."""
+    qkv_name: str = "{part}_proj"
+    """Name of the projections to q, k and v. Without `{part}` their rows stand one after another in one tensor."""
     qkv_bias: bool = False
     """The projections to queries, keys and values always have biases."""
     optional_biases: tuple[str, ...] = ("attention_bias",)
@@ -60,8 +64,7 @@ class Family:
     has_router: bool = False
     """Layers have softmax routers that send each token to its top-k experts."""
     sigmoid_bias: str = ""
-    """The router scores by sigmoid, and chooses by score + bias within groups (DeepSeek-V3, arXiv 2412.19437, equation 16). This is the bias's
-    name in the checkpoint; empty: the router scores by softmax."""
+    """Name of the routers' bias in the checkpoint, if they score by sigmoid and choose by score + bias (arXiv 2412.19437, equation 16)."""
     softmax_of_chosen: bool = False
     """The router's softmax is over the logits of the chosen experts."""
     experts_module: str = "mlp"
@@ -108,14 +111,11 @@ class Family:
         return self.described and self.query_norms != "full"
 
 
-_by_sigmoid = partial(
-    Family,
-    described=False,
-    sigmoid_bias="gate.e_score_correction_bias",
-    shared_expert="shared_experts",
-)
 _undescribed = partial(Family, described=False)
-_on_torch = partial(Family, described=False, on_megatron=False)
+_on_torch = partial(_undescribed, on_megatron=False)
+_by_sigmoid = partial(
+    _undescribed, sigmoid_bias="gate.e_score_correction_bias", shared_expert="shared_experts"
+)
 FAMILIES: Mapping[str, Family] = {
     "llama": Family(optional_biases=("attention_bias", "mlp_bias")),
     "mistral": Family(windows="always", optional_biases=(), key_heads=8),
@@ -124,7 +124,7 @@ FAMILIES: Mapping[str, Family] = {
         optional_biases=(),
         has_router=True,
         experts_module="block_sparse_moe",
-        expert_projections=("w1", "w3", "w2"),
+        expert_projections=_MIXTRAL_MLP,
         key_heads=8,
     ),
     "qwen2": Family(qkv_bias=True, optional_biases=(), windows="by_layer", key_heads=32),
@@ -152,13 +152,12 @@ FAMILIES: Mapping[str, Family] = {
     **dict.fromkeys(("cwm", "granite", "ministral", "seed_oss", "smollm3"), _undescribed()),
     "exaone4": _undescribed(block_norms=_NORMS_BEHIND, query_norms="head", rotates_in_windows=True),
     "hunyuan_v1_dense": _undescribed(
-        query_norms="head",
-        query_norm_names=("query_layernorm", "key_layernorm"),
-        norms_rotated=True,
+        query_norms="head", query_norm_names=_LONG_NAMES, norms_rotated=True
     ),
     **dict.fromkeys(("ernie4_5", "helium"), _undescribed(rotates_neighbours=True)),
     "glm": _undescribed(rotates_neighbours=True, projections=_FUSED_MLP),
     "glm4": _undescribed(block_norms=_GLM4_NORMS, rotates_neighbours=True, projections=_FUSED_MLP),
+    "phi3": _undescribed(qkv_name="qkv_proj", projections=_FUSED_MLP),
     "hyperclovax": _undescribed(
         block_norms=("input_layernorm", "post_norm1", "post_attention_layernorm", "post_norm2"),
         multiplies_logits_scaling=True,
@@ -166,6 +165,12 @@ FAMILIES: Mapping[str, Family] = {
     **dict.fromkeys(("dots1", "glm4_moe"), _by_sigmoid(query_norms="head")),
     "exaone_moe": _by_sigmoid(
         sigmoid_bias="e_score_correction_bias", query_norms="head", rotates_in_windows=True
+    ),
+    "minimax_m2": _undescribed(
+        query_norms="full",
+        sigmoid_bias="e_score_correction_bias",
+        experts_module="block_sparse_moe",
+        expert_projections=_MIXTRAL_MLP,
     ),
     "solar_open": _by_sigmoid(),
     "gpt_oss": _on_torch(has_router=True, softmax_of_chosen=True),
@@ -345,7 +350,7 @@ def layers_with_experts(fields: Mapping[str, Any]) -> list[int]:
     every = fields.get("decoder_sparse_step") or 1
     layers = range(_size(fields, "num_hidden_layers"))
     if kinds := fields.get("mlp_layer_types"):
-        return [index for index in layers if kinds[index] == "sparse"]
+        return [index for index, kind in zip(layers, kinds, strict=False) if kind == "sparse"]
     first = fields.get("first_k_dense_replace") or 0
     others = layers[first:]
     return [index for index in others if index not in dense and (index + 1) % every == 0]

@@ -39,8 +39,8 @@ IN_LAYER = {
     "self_attention.k_layernorm.weight": ("heads", "self_attn.{queries[1]}.weight"),
     "self_attention.core_attention.q_layernorm.weight": ("heads", "self_attn.{queries[0]}.weight"),
     "self_attention.core_attention.k_layernorm.weight": ("heads", "self_attn.{queries[1]}.weight"),
-    "self_attention.linear_qkv.weight": ("qkv", "self_attn.{part}_proj.weight"),
-    "self_attention.linear_qkv.bias": ("qkv", "self_attn.{part}_proj.bias"),
+    "self_attention.linear_qkv.weight": ("qkv", "self_attn.{qkv}.weight"),
+    "self_attention.linear_qkv.bias": ("qkv", "self_attn.{qkv}.bias"),
     "self_attention.linear_proj.weight": ("columns", "self_attn.o_proj.weight"),
     "self_attention.linear_proj.bias": ("whole", "self_attn.o_proj.bias"),
     "self_attn_bda.norm.weight": ("whole", "{norms[1]}.weight"),
@@ -118,6 +118,7 @@ def regions_of(
             queries=family.query_norm_names,
             shared=family.shared_expert,
             bias=family.sigmoid_bias,
+            qkv=family.qkv_name.format(part=part),
         )
 
     seat = MegatronSlot() if cut == "whole" else seat
@@ -154,10 +155,13 @@ def _by_group(sizes: ModelSizes) -> Iterator[tuple[str, _Span]]:
     """Yield the rows of q, k and v in each query group."""
     dim = sizes.head_dim
     queries = sizes.heads // sizes.key_heads * dim
+    in_one_tensor = "{part}" not in sizes.family.qkv_name
     for letter, first, rows in (("q", 0, queries), ("k", queries, dim), ("v", queries + dim, dim)):
+        before = sizes.key_heads * first if in_one_tensor else 0
+        total = sizes.key_heads * (queries + 2 * dim if in_one_tensor else rows)
         for group in range(sizes.key_heads):
             at = group * (queries + 2 * dim) + first
-            yield letter, (at, rows, group * rows, sizes.key_heads * rows)
+            yield letter, (at, rows, before + group * rows, total)
 
 
 def _region(name: str, parameter: str, shape: _Shape, dim: int, span: _Span) -> Region:

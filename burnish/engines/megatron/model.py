@@ -260,9 +260,9 @@ def _of_experts(
         by_sigmoid = {
             "moe_router_score_function": "sigmoid",
             "moe_router_dtype": "fp32",
-            "moe_router_num_groups": hf_config.n_group,
-            "moe_router_group_topk": hf_config.topk_group,
-            "moe_router_topk_scaling_factor": hf_config.routed_scaling_factor,
+            "moe_router_num_groups": getattr(hf_config, "n_group", 1),
+            "moe_router_group_topk": getattr(hf_config, "topk_group", 1),
+            "moe_router_topk_scaling_factor": getattr(hf_config, "routed_scaling_factor", 1.0),
         }
     return by_sigmoid | {
         "num_moe_experts": traits.sizes.experts,

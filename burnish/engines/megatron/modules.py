@@ -222,7 +222,7 @@ class RoutedLayer(TransformerLayer):
 class PlainRouter(TopKRouter):
     """Chooses experts as the families' own code does, and obeys and records `Routing`.
 
-    Scores are softmax in the compute dtype, or sigmoid in fp32 (`Family.sigmoid_bias`). A sigmoid's bias `expert_bias` is not trained.
+    Scores are softmax in the compute dtype, or sigmoid in fp32 (`Family.sigmoid_bias`). Its bias `expert_bias` is not trained.
     The load-balancing loss is that of the whole step, not Megatron's of a micro-batch.
     """
 

@@ -117,7 +117,7 @@ def model_traits(hf_config: PretrainedConfig) -> ModelTraits:
         ),
         activation=_ACTIVATIONS[_activation(hf_config)],
         epsilon=hf_config.rms_norm_eps,
-        qkv_bias=layers[0].self_attn.q_proj.bias is not None,
+        qkv_bias=getattr(layers[0].self_attn, family.qkv_name.format(part="q")).bias is not None,
         block_norms=(norms[0], norms[1], norms[2], norms[3]),
         embedding_factors=(scale, getattr(hf_config, "embedding_multiplier", 1.0)),
         shared_width=next(widths, 0),
@@ -174,7 +174,8 @@ def _computed(family: Family) -> set[str]:
     mlp += [f"{family.shared_expert}.{name}" for name in mlp] if family.shared_expert else []
     mlp += [*_EXPERTS, f"{family.shared_expert}_gate.weight"]
     norms = family.query_norm_names if family.query_norms != "none" else ()
-    attention = [f"{letter}_proj.{kind}" for letter in "qkv" for kind in ("weight", "bias")]
+    qkv = {family.qkv_name.format(part=letter) for letter in "qkv"}
+    attention = [f"{name}.{kind}" for name in qkv for kind in ("weight", "bias")]
     attention += ["o_proj.weight", *(f"{name}.weight" for name in norms)]
     return {
         *(f"mlp.{name}" for name in mlp),

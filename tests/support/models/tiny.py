@@ -174,6 +174,7 @@ ON_MEGATRON: dict[str, dict[str, Any]] = {
         "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
     },
     "glm4_moe": {**_GROUPED, "attention_bias": True, "use_qk_norm": True},
+    "minimax_m2": {"head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2},
     "solar_open": {**_GROUPED, "first_k_dense_replace": 0},
     "olmo3": _BY_TYPE,
     "olmoe": _EXPERTS,
@@ -203,6 +204,14 @@ ON_MEGATRON: dict[str, dict[str, Any]] = {
     },
     "smollm3": {**_BY_TYPE, "no_rope_layers": [0, 1], "use_sliding_window": True},
     "ministral": {**_BY_TYPE, "head_dim": 16},
+    "phi3": {
+        "sliding_window": 7,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 10000.0,
+            "partial_rotary_factor": 0.5,
+        },
+    },
     "seed_oss": {"head_dim": 16, "attention_bias": True, "attention_out_bias": False},
     "cwm": {**_BY_TYPE, "head_dim": 16},
     "exaone4": _BY_TYPE,
