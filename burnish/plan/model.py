@@ -21,7 +21,6 @@ from burnish.config.schema import (
 )
 from burnish.families import LayerShape, ModelShape
 from burnish.models.flops import ModelFlops
-from burnish.models.freezing import matching
 from burnish.models.lora.adapter_config import are_parameters, require_targets
 
 FP32 = 4
@@ -118,6 +117,8 @@ class PlannedModel:
         """The share of the parameters that `train` leaves trained."""
         if not self.train:
             return 1.0
+        from burnish.models.freezing import matching  # a plan of whole models needs no torch
+
         sizes = {name: math.prod(shape) for name, shape in self.shape.parameters}
         for number, layer in enumerate(self.shape.layers):
             sizes |= {f"model.layers.{number}.{n}": math.prod(s) for n, s in layer.parameters}

@@ -110,7 +110,6 @@ def test_a_path_is_an_adapter_as_well_as_a_rank_is() -> None:
 
 
 REFUSED = [
-    ({"use_dora": True}, "use_dora: True"),
     ({"bias": "all"}, "bias: all"),
     ({"peft_type": "IA3"}, "peft_type: IA3"),
     ({"target_parameters": "mlp.experts.gate_up_proj"}, "targets"),

@@ -14,7 +14,7 @@ from functools import partial
 
 import torch
 
-from burnish.algorithms.base import load_advantage
+from burnish.algorithms.base import Advantage, load_advantage
 from burnish.algorithms.kl import adapted
 from burnish.algorithms.schedule import learning_rate
 from burnish.checkpoint.write_plan import MAIN
@@ -56,6 +56,7 @@ def train(method: RL, config: RunConfig, layout: Layout, device: torch.device) -
         )
         spans = session.spans
         progress = session.progress
+        advantage = load_advantage(config.algorithm.advantage)
         loss = method.loss(config)
         with progress.phase("setup", 4) as bar:
             card = model_card(method, config)
@@ -80,8 +81,9 @@ def train(method: RL, config: RunConfig, layout: Layout, device: torch.device) -
                 method=method.source,
                 functions=method.functions(config),
             )
+            lengths = total, loader.epoch_steps(size)
             run, update, judge, engines = _models(
-                foundation, session, fingerprints, total, loader.epoch_steps(size), method
+                foundation, session, fingerprints, *lengths, method, advantage
             )
             # The models are loaded before the loader knows its place: only the step that was loaded says which rows come next.
             loader.state = run.state.cursor
@@ -167,10 +169,10 @@ def _models(
     total_steps: int,
     epoch_steps: Fraction,
     method: RL,
+    advantage: Advantage | None,
 ) -> tuple[Run, PolicyUpdate, Judge | None, Sequence[Engine]]:
     """Load the models. Return the run, its update, its reward models, and the engines of policy, critic, reference and teachers."""
     config = foundation.config
-    advantage = load_advantage(config.algorithm.advantage)
     engine = make_run_engine(foundation, config.optim)
     learners: dict[str, Learner] = {MAIN: Learner(engine, foundation)}
     critic = None
