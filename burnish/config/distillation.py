@@ -19,6 +19,11 @@ class TeacherConfig(Section):
     """A directory, a hub's id or a URL of a language model with the student's vocabulary. initial: the model that training starts from; with a fresh adapter, the model without it."""
     source: str | None = None
     """Teach the rows with this value in the column `data_source`. Default: all rows whose source no other teacher names."""
+    prompt_column: str | None = None
+    """RL: the column of the prompt that the teacher reads in place of the student's, such as one with a demonstration. It is text or messages, as `data.prompt_column`. A row whose prompt is too long for the teacher has none. Default: the student's prompt."""
+
+    def __str__(self) -> str:
+        return self.path if self.prompt_column is None else f"{self.path} on {self.prompt_column}"
 
 
 class DistillConfig(Section):
@@ -43,5 +48,5 @@ class DistillConfig(Section):
     def __str__(self) -> str:
         kinds = {"sampled": "sampled tokens", "topk": f"top {self.k} tokens", "all": "all tokens"}
         mix = "" if self.tokens == "sampled" else f", mix {self.mix:g}"
-        names = ", ".join(each.path for each in self.teachers)
+        names = ", ".join(map(str, self.teachers))
         return f"{names}, {kinds[self.tokens]}{mix}, weight {self.weight:g}"

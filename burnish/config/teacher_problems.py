@@ -12,6 +12,14 @@ def teacher_problems(config: RunConfig, *, is_drawn: bool) -> Iterator[BurnishEr
     """Yield why a model cannot learn from its teachers. `is_drawn`: whether it answers itself."""
     distill = config.distill
     sources = [teacher.source for teacher in distill.teachers]
+    reads_own = any(teacher.prompt_column is not None for teacher in distill.teachers)
+    if reads_own and (config.data.streaming or config.rollout.environment.target is not None):
+        yield UsageError(
+            "a teacher reads prompts of its own only of rows in memory, without an environment",
+            have="distill.teachers[].prompt_column, and data.streaming or rollout.environment",
+            want="one or the other",
+            do="remove prompt_column, or data.streaming and rollout.environment",
+        )
     if not is_drawn:
         yield from _of_examples(config)
     if distill.tokens == "all" and len(sources) > 1:
@@ -64,6 +72,13 @@ def _of_examples(config: RunConfig) -> Iterator[BurnishError]:
             have="distill.teachers[].source",
             want="one teacher without source",
             do="remove source, or start burnish rl",
+        )
+    if any(teacher.prompt_column is not None for teacher in distill.teachers):
+        yield UsageError(
+            "a teacher with a prompt of its own needs completions that the student draws",
+            have="distill.teachers[].prompt_column",
+            want="teachers that read the student's prompt",
+            do="remove prompt_column, or start burnish rl",
         )
     if distill.weight > 1:
         yield UsageError(

@@ -119,7 +119,7 @@ class RL(Method):
             path and is_elsewhere(path)
         ):
             yield partial(critic_foundation, foundation)
-        if foundation.config.distill.paths:
+        if foundation.config.distill.teachers:
             from burnish.methods.parts.distillation import dry_runs_of_teachers
 
             yield from dry_runs_of_teachers(foundation)

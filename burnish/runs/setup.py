@@ -369,7 +369,7 @@ def prompt_dataset(
     rows = run_rows(foundation, paths, setting, progress).first(first)
     if pool is not None:
         pool.check_columns(rows.columns, setting)
-    limits = _prompt_limits(foundation) if isinstance(foundation, Foundation) else {}
+    limits = prompt_limits(foundation) if isinstance(foundation, Foundation) else {}
     layout = foundation.layout
     return PromptDataset(
         rows,
@@ -383,7 +383,7 @@ def prompt_dataset(
     )
 
 
-def _prompt_limits(foundation: Foundation) -> dict[str, int]:
+def prompt_limits(foundation: Foundation) -> dict[str, int]:
     """Return the most tokens of a prompt, by the limit's name. Raises `UsageError` if a completion leaves no room."""
     response = foundation.config.rollout.max_response_length
     budgets = {"batch.tokens_per_device": foundation.config.microbatch_tokens}

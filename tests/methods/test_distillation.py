@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import signal
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,6 +29,7 @@ from support.runs.training_files import (
     metrics,
     ranks,
     rollouts,
+    write_rows,
 )
 from torch.nn.functional import log_softmax
 from transformers import AutoModelForCausalLM
@@ -35,7 +37,7 @@ from transformers import AutoModelForCausalLM
 from burnish.config.distillation import DistillConfig
 from burnish.data.batching import make_batch
 from burnish.distributed.layout import Layout
-from burnish.methods.parts.distillation import Teachers
+from burnish.methods.parts.distillation import Prompts, Teachers
 from burnish.models.flops import ModelFlops
 from burnish.records import Batch, Example, TokenOutputs
 
@@ -77,8 +79,13 @@ def alone(work: Path) -> Path:
     return done(work, *RUN, "name=alone")
 
 
-def trained_by_torch(work: Path, run: Path) -> tuple[dict[str, torch.Tensor], list[float]]:
-    """The weights and the mean reverse KL of each step, from the tokens that the run drew."""
+def trained_by_torch(
+    work: Path, run: Path, asked: Mapping[str, str] | None = None
+) -> tuple[dict[str, torch.Tensor], list[float]]:
+    """The weights and the mean reverse KL of each step, from the tokens that the run drew.
+
+    `asked`: what the teacher is asked, by the student's prompt. A row that is not there has no teacher.
+    """
     start = work / "runs/start/checkpoints/step-00000001/model"
     student, teacher = (
         AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
@@ -90,25 +97,27 @@ def trained_by_torch(work: Path, run: Path) -> tuple[dict[str, torch.Tensor], li
     for step in range(STEPS):
         drawn = []
         for row in rollouts(run, step + 1):
-            before = [ids[letter] for letter in row["prompt"]]
             after = torch.tensor([ids[text] for text in row["tokens"]["texts"]])
-            whole = torch.cat([torch.tensor(before), after])[None]
-            models = (student, teacher)
-            logprobs = [
-                log_softmax(model(whole).logits[0, len(before) - 1 : -1], dim=-1)
-                .gather(1, after[:, None])
-                .squeeze(1)
-                for model in models
-            ]
+            logprobs = []
+            told = row["prompt"] if asked is None else asked.get(row["prompt"])
+            for model, prompt in ((student, row["prompt"]), (teacher, told)):
+                if prompt is None:
+                    logprobs.append(torch.full(after.shape, torch.nan))
+                    continue
+                before = torch.tensor([ids[letter] for letter in prompt])
+                whole = torch.cat([before, after])[None]
+                logits = model(whole).logits[0, len(before) - 1 : -1]
+                logprobs.append(log_softmax(logits, dim=-1).gather(1, after[:, None]).squeeze(1))
             drawn.append(torch.stack(logprobs))
         ours, theirs = torch.cat(drawn, dim=1)
-        apart = (ours - theirs).detach()
+        is_taught = theirs.isfinite()
+        apart = torch.where(is_taught, ours - theirs, 0.0).detach()
         loss = (WEIGHT * apart * ours).mean()
         loss.backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(student.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        kls.append(float(apart.mean()))
+        kls.append(float(apart.sum() / is_taught.sum()))
     return dict(student.state_dict()), kls
 
 
@@ -127,6 +136,48 @@ def test_advantages_are_the_log_ratios_to_the_teacher(work: Path, alone: Path) -
 @pytest.mark.parametrize("layout", by_day(LAYOUTS, ["fsdp"]))
 def test_two_processes_distil_what_one_does(work: Path, alone: Path, layout: str) -> None:
     assert_same(done(work, *RUN, f"name={layout}", *LAYOUTS[layout], world=2), alone)
+
+
+@pytest.fixture(scope="module")
+def hinted(work: Path) -> dict[str, str]:
+    """Write hinted.jsonl, whose column `hinted` tells a teacher the answer; what it is asked, by the student's prompt."""
+    rows = [json.loads(line) for line in (work / "train.jsonl").read_text().splitlines()]
+    for number, row in enumerate(rows):
+        # Of one row the teacher's prompt is too long.
+        row["hinted"] = f"{row['answer']}!{row['prompt'] * (40 if number == 1 else 2)}"
+    write_rows(work / "hinted.jsonl", rows)
+    return {row["prompt"]: row["hinted"] for number, row in enumerate(rows) if number != 1}
+
+
+OWN = [
+    "distill.teachers=[{path: teacher, prompt_column: hinted}]",
+    "data.train=[hinted.jsonl]",
+]
+
+
+@pytest.mark.parametrize("world", by_day([1, 2], [1]))
+def test_a_teacher_reads_its_own_prompt(work: Path, hinted: dict[str, str], world: int) -> None:
+    run = done(work, *RUN, f"name=own-prompt-{world}", *OWN, world=world)
+    wanted, kls = trained_by_torch(work, run, hinted)
+    found = [row["actor/reverse_kl"] for row in metrics(run)]
+    np.testing.assert_allclose(found, kls, rtol=1e-4)
+    near(load_model(run), wanted, 2e-5)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("lora", [0, 4])
+def test_a_model_is_its_own_teacher_with_the_answer(
+    work: Path, hinted: dict[str, str], lora: int
+) -> None:
+    teachers = "distill.teachers=[{path: initial, prompt_column: hinted}]"
+    argv = [*OWN, teachers, f"model.lora.rank={lora}", "distill.tokens=all", "steps=8"]
+    run = done(work, *RUN, f"name=self-{lora}", *argv)
+    divergences = [row["actor/divergence"] for row in metrics(run)]
+    assert divergences[0] > 1e-6
+    plain = done(
+        work, *RUN, f"name=plain-{lora}", *argv, teachers.replace(", prompt_column: hinted", "")
+    )
+    assert metrics(plain)[0]["actor/divergence"] == pytest.approx(0.0, abs=1e-6)
 
 
 @pytest.mark.nightly
@@ -177,6 +228,14 @@ def test_the_start_may_teach(work: Path, lora: int) -> None:
         (["distill.teachers=[]"], ["reward.functions", "distill.teachers"]),
         (["algorithm.dynamic_sampling.enabled=true"], ["dynamic_sampling"]),
         (["distill.weight=0"], ["distill.weight"]),
+        (
+            ["distill.teachers=[{path: initial, prompt_column: hint}]"],
+            ["'hint'", "distill.teachers[].prompt_column"],
+        ),
+        (
+            ["distill.teachers=[{path: initial, prompt_column: prompt}]", "data.streaming=1"],
+            ["data.streaming", "prompt_column"],
+        ),
         (["distill.teachers=[{path: teacher}, {path: initial}]"], ["distill.teachers", "source"]),
     ],
 )
@@ -221,8 +280,9 @@ def test_each_row_has_the_teacher_of_its_source() -> None:
         {"teachers": [{"path": "x", "source": "b"}, {"path": "y", "source": "a"}]}
     )
     forwards = [partial(forward, 0), partial(forward, 1)]
-    teachers = Teachers(config, forwards, [], None)
-    table: Any = SimpleNamespace(sources=sources, groups=np.arange(5))
+    teachers = Teachers(config, forwards, [], None, [Prompts(), Prompts()])
+    prompts = {"length": np.full(5, 2), "index": np.arange(5)}
+    table: Any = SimpleNamespace(sources=sources, groups=np.arange(5), prompts=prompts)
     (answered,) = teachers.answered([batch], table)
     logprobs = [micro.given("teacher_logprobs").numpy() for micro in answered.microbatches]
     found = answered.by_example(logprobs)
@@ -364,6 +424,7 @@ def test_the_likelihood_has_the_rest_of_the_loss(work: Path) -> None:
         (["distill.teachers=[{path: teacher, source: a}]"], ["source"]),
         (["distill.teachers=[{path: teacher, source: a}, {path: initial}]"], ["topk"]),
         (["engine.kind=megatron"], ["megatron", "distill.tokens"]),
+        (["distill.teachers=[{path: initial, prompt_column: prompt}]"], ["prompt_column"]),
     ],
 )
 def test_what_fixed_answers_cannot_have(work: Path, argv: list[str], facts: list[str]) -> None:

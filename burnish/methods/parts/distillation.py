@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache, partial
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -15,6 +16,7 @@ from burnish.boxes.shards import ShardSource
 from burnish.config.distillation import START, DistillConfig, TeacherConfig
 from burnish.config.schema import ModelConfig
 from burnish.data.batching import make_batch
+from burnish.data.tasks import Mixture, PromptDataset
 from burnish.data.tokenizer import load_tokenizer
 from burnish.engines.base import Engine, Part
 from burnish.engines.factory import make_engine
@@ -35,10 +37,43 @@ from burnish.models.flops import ModelFlops
 from burnish.models.heads import has_value_head
 from burnish.models.loading import read_model_config, require_embeddings, weights_source
 from burnish.models.meta_init import count_flops
-from burnish.records import Batch, Example, MicroBatch
+from burnish.records import Batch, Example, MicroBatch, Prompt, TokenIds
 from burnish.records.rollout_table import RolloutTable
-from burnish.runs.setup import Foundation, load_start, prove_directory, prove_model
+from burnish.runs.setup import (
+    Foundation,
+    load_start,
+    prompt_limits,
+    prove_directory,
+    prove_model,
+    run_rows,
+    train_dataset,
+)
 from burnish.runs.verify_inputs import Intact
+
+
+class NewPrompt(NamedTuple):
+    """A prompt in place of a sequence's own."""
+
+    token_ids: TokenIds
+    length: int
+    """How many tokens at the sequence's beginning it replaces."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Prompts:
+    """What a teacher is asked: the student's prompts, or those of a column of its own."""
+
+    dataset: Sequence[Prompt] | None = None
+    places: Mapping[int, int] = field(default_factory=dict)
+    """By a row's number, its place in `dataset`, if it has one."""
+
+    def reads(self, row: int) -> bool:
+        """Return whether a row has a prompt, given its number."""
+        return self.dataset is None or row in self.places
+
+    def of_row(self, row: int) -> TokenIds | None:
+        """Return the prompt of a row, given its number; None for the student's."""
+        return None if self.dataset is None else self.dataset[self.places[row]].token_ids
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,16 +88,43 @@ class Teachers:
 
     head: Head | None
     """The only teacher's output layer, if the whole vocabulary is compared."""
+    prompts: Sequence[Prompts]
+    """What each teacher is asked."""
 
     def answered(self, batches: Sequence[Batch], table: RolloutTable) -> list[Batch]:
         """Add to rollouts what the teachers of their rows say. Collective."""
         places = {each.source: number for number, each in enumerate(self.config.teachers)}
         by_group = [places.get(source, places.get(None)) for source in table.sources]
-        teachers = [by_group[group] for group in table.groups.tolist()]
-        return [self.taught(batch, teachers.__getitem__) for batch in batches]
+        lengths = table.prompts["length"].tolist()
+        rows = table.prompts["index"].tolist()
+        by_group = [
+            teacher if teacher is not None and self.prompts[teacher].reads(row) else None
+            for teacher, row in zip(by_group, rows, strict=True)
+        ]
+        groups = table.groups.tolist()
 
-    def taught(self, batch: Batch, teacher_of: Callable[[int], int | None]) -> Batch:
-        """Add `teacher_logprobs`, or a `probe` that compares with the teachers, given the teacher of each example. Collective."""
+        @cache  # the rollouts of a group share it
+        def prompt_of_group(group: int) -> NewPrompt | None:
+            teacher = by_group[group]
+            ids = None if teacher is None else self.prompts[teacher].of_row(rows[group])
+            return None if ids is None else NewPrompt(ids, lengths[group])
+
+        teachers = [by_group[group] for group in groups]
+        return [
+            self.taught(batch, teachers.__getitem__, lambda number: prompt_of_group(groups[number]))
+            for batch in batches
+        ]
+
+    def taught(
+        self,
+        batch: Batch,
+        teacher_of: Callable[[int], int | None],
+        prompt_of: Callable[[int], NewPrompt | None] = lambda _: None,
+    ) -> Batch:
+        """Add `teacher_logprobs`, or a `probe` that compares with the teachers. Collective.
+
+        The functions return an example's teacher, and what that one reads in place of the student's prompt.
+        """
         answers: list[list[Tensor]] = [[] for _ in batch.microbatches]
         taught = [torch.zeros(int(m.loss_mask.sum()), dtype=torch.bool) for m in batch.microbatches]
         for teacher, forward in enumerate(self.forwards):
@@ -70,7 +132,7 @@ class Teachers:
                 [number >= 0 and teacher_of(number) == teacher for number in numbers]
                 for numbers in batch.examples
             ]
-            asked = _sequences_of(batch, own)
+            asked = _sequences_of(batch, own, prompt_of)
             for place, said in enumerate(self._asked(forward, asked)):
                 micro = batch.microbatches[place]
                 rows = _is_of(micro, own[place])[micro.loss_mask]
@@ -118,27 +180,35 @@ def _is_of(micro: MicroBatch, chosen: Sequence[bool]) -> Tensor:
     return torch.tensor(chosen).repeat_interleave(micro.cu_seqlens.diff())
 
 
-def _sequences_of(batch: Batch, chosen: Sequence[Sequence[bool]]) -> Batch:
-    """Return a batch with some sequences of each micro-batch. A micro-batch without any keeps two tokens that are not trained on.
+def _sequences_of(
+    batch: Batch,
+    chosen: Sequence[Sequence[bool]],
+    prompt_of: Callable[[int], NewPrompt | None],
+) -> Batch:
+    """Return a batch with some sequences of each micro-batch, after new prompts. A micro-batch without any keeps two tokens that are not trained on.
 
     So every rank runs as many micro-batches as the others, and no sequence leaves its rank.
     """
     micros = []
-    for micro, own in zip(batch.microbatches, chosen, strict=True):
-        tokens = _is_of(micro, own).nonzero()[:, 0]
-        lengths = micro.cu_seqlens.diff()[torch.tensor(own)]
-        mask = micro.loss_mask[tokens]
-        if not len(tokens):
-            tokens = torch.arange(2)
-            lengths = torch.tensor([2])
-            mask = torch.zeros(2, dtype=torch.bool)
-        ends = torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
-        ids = micro.input_ids[tokens]
+    for micro, numbers, own in zip(batch.microbatches, batch.examples, chosen, strict=True):
+        cuts = micro.cu_seqlens.tolist()
+        ids = list[Tensor]()
+        masks = list[Tensor]()
+        for place in np.flatnonzero(own).tolist():
+            new = prompt_of(numbers[place])
+            rest = slice(cuts[place] + (0 if new is None else new.length), cuts[place + 1])
+            before = micro.input_ids[:0] if new is None else torch.from_numpy(new.token_ids)
+            ids.append(torch.cat([before, micro.input_ids[rest]]))
+            masks.append(torch.cat([torch.zeros(len(before)).bool(), micro.loss_mask[rest]]))
+        if not ids:
+            ids.append(torch.zeros(2, dtype=torch.int64))
+            masks.append(torch.zeros(2).bool())
+        lengths = torch.tensor([len(each) for each in ids])
         micros.append(
             MicroBatch(
-                ids,
-                ends,
-                mask,
+                torch.cat(ids),
+                torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0)),
+                torch.cat(masks),
                 micro.num_tokens,
                 micro.num_sequences,
                 temperature=micro.temperature,
@@ -157,7 +227,8 @@ def load_teachers(foundation: Foundation, policy: Engine, intact: Intact) -> Tea
         engines += [] if engine is policy else [engine]
     config = foundation.config.distill
     head = _head(forwards[0], policy) if config.tokens == "all" else None
-    return Teachers(config, forwards, engines, head)
+    prompts = [read_prompts(teacher, foundation) for teacher in config.teachers]
+    return Teachers(config, forwards, engines, head, prompts)
 
 
 def _head(forward: Forward, policy: Engine) -> Head:
@@ -224,9 +295,35 @@ def read_teacher(
     return hf_config, weights_source(model, hf_config, config.seed)
 
 
+def read_prompts(teacher: TeacherConfig, foundation: Foundation) -> Prompts:
+    """Read the prompts of a teacher. Collective.
+
+    Raises `MissingError` if the rows lack its column, and `UsageError` for a row without a prompt in it.
+    """
+    column = teacher.prompt_column
+    if column is None:
+        return Prompts()
+    data = foundation.config.data.model_copy(update={"prompt_column": column})
+
+    def read(paths: Sequence[str], setting: str) -> PromptDataset:
+        rows = run_rows(foundation, paths, setting, None)
+        if not rows.has(column):
+            raise rows.missing([column], "distill.teachers[].prompt_column")
+        limits = prompt_limits(foundation)
+        tokenizer = foundation.tokenizer
+        return PromptDataset(rows, tokenizer, data, limits=limits, layout=foundation.layout)
+
+    dataset = train_dataset(read, data)
+    parts = dataset.parts if isinstance(dataset, Mixture) else [dataset]
+    numbers = [part.first_index + part.rows.number(row) for part in parts for row in part.kept_rows]
+    return Prompts(dataset, {number: place for place, number in enumerate(numbers)})
+
+
 def dry_runs_of_teachers(foundation: Foundation) -> Iterator[Callable[[], object]]:
-    """Yield what reads the teachers that lie on this machine."""
+    """Yield what reads the teachers that lie on this machine, and their prompts."""
     for teacher in foundation.config.distill.teachers:
+        if teacher.prompt_column is not None:
+            yield partial(read_prompts, teacher, foundation)
         if teacher.path != START and not is_elsewhere(teacher.path):
             yield partial(read_teacher, teacher, foundation)
 
