@@ -297,7 +297,12 @@ def test_each_row_has_the_teacher_of_its_source() -> None:
 
 
 def compared_by_torch(
-    work: Path, rows: list[tuple[str, list[int]]], mix: float, k: int | None, steps: int
+    work: Path,
+    rows: list[tuple[str, list[int]]],
+    mix: float,
+    k: int | None,
+    steps: int,
+    temperature: float = 1.0,
 ) -> tuple[dict[str, torch.Tensor], list[float]]:
     """The weights and divergences of a student that is compared with the teacher on whole logits; 8 rows are a step."""
     start = work / "runs/start/checkpoints/step-00000001/model"
@@ -314,8 +319,8 @@ def compared_by_torch(
             whole = torch.tensor([[*(ids[letter] for letter in prompt), *answer]])
             places = slice(len(prompt) - 1, -1)
             with torch.no_grad():
-                logq = log_softmax(teacher(whole).logits[0, places], dim=-1)
-            logp = log_softmax(student(whole).logits[0, places], dim=-1)
+                logq = log_softmax(teacher(whole).logits[0, places] / temperature, dim=-1)
+            logp = log_softmax(student(whole).logits[0, places] / temperature, dim=-1)
             values.append(by_formula(logp, logq, mix, k))
         divergence = torch.cat(values).mean()
         divergence.backward()
@@ -389,18 +394,21 @@ def test_two_processes_compare_what_one_does(work: Path, name: str, layout: str)
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("name", ["whole", "top"])
-def test_own_completions_are_compared_at_all_tokens(work: Path, name: str) -> None:
+@pytest.mark.parametrize(("name", "temperature"), [("whole", 1.0), ("whole", 0.5), ("top", 0.5)])
+def test_own_completions_are_compared_at_all_tokens(
+    work: Path, name: str, temperature: float
+) -> None:
     tokens, mix, k = WAYS[name]
     argv = [f"distill.tokens={tokens}", f"distill.mix={mix}", f"distill.k={k or 64}"]
-    run = done(work, *RUN, *argv, "distill.weight=1", "batch.prompts=2", f"name=own-{name}")
+    argv += ["distill.weight=1", "batch.prompts=2", f"rollout.temperature={temperature}"]
+    run = done(work, *RUN, *argv, f"name=own-{name}-{temperature}")
     ids = char_tokenizer().get_vocab()
     rows = [
         (row["prompt"], [ids[text] for text in row["tokens"]["texts"]])
         for step in range(STEPS)
         for row in rollouts(run, step + 1)
     ]
-    wanted, values = compared_by_torch(work, rows, mix, k, STEPS)
+    wanted, values = compared_by_torch(work, rows, mix, k, STEPS, temperature)
     found = [row["actor/divergence"] for row in metrics(run)]
     np.testing.assert_allclose(found, values, rtol=2e-4)
     near(load_model(run), wanted, 2e-4)

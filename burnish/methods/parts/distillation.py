@@ -151,8 +151,8 @@ class Teachers:
             ]
             return batch.with_field("teacher_logprobs", columns)
         probes = [
-            DivergenceProbe(self._reference(said), rows)
-            for said, rows in zip(answers, taught, strict=True)
+            DivergenceProbe(self._reference(said, micro.temperature), rows)
+            for said, rows, micro in zip(answers, taught, batch.microbatches, strict=True)
         ]
         return batch.with_field("probe", probes)
 
@@ -167,12 +167,13 @@ class Teachers:
         for output in forward(batch.with_field("probe", [probe] * len(batch.microbatches))):
             yield [each.cpu() for each in output.probed]
 
-    def _reference(self, said: Sequence[Tensor]) -> Reference:
+    def _reference(self, said: Sequence[Tensor], temperature: float) -> Reference:
         if self.head is None:
             ids, logprobs = said
             return TopReference(ids, logprobs, self.config.mix)
         (states,) = said
-        return WholeReference(states, self.head, self.config.mix)
+        options = replace(self.head.options, temperature=temperature)
+        return WholeReference(states, Head(self.head.weight, options), self.config.mix)
 
 
 def _is_of(micro: MicroBatch, chosen: Sequence[bool]) -> Tensor:
