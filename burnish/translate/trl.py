@@ -67,7 +67,13 @@ _OF_SFT = {"learning_rate": 2e-5, "max_length": 1024}
 _OF_GRPO = {"learning_rate": 1e-6, "num_generations": 8, "max_completion_length": 512}
 _OF_DPO = {"learning_rate": 1e-6, "max_length": 1024}
 _OF_REWARD = {"learning_rate": 1e-4, "max_length": 1024}
-_OF_GKD = {"learning_rate": 2e-5, "temperature": 0.9, "max_new_tokens": 128}
+_OF_GKD = {
+    "learning_rate": 2e-5,
+    "temperature": 0.9,
+    "max_new_tokens": 128,
+    "beta": 0.5,
+    "lmbda": 0.5,
+}
 _OF_RLOO = {"num_generations": 2, "max_completion_length": 512, "beta": 0.05}
 _OF_VLLM = {"vllm_mode": "colocate", "vllm_importance_sampling_mode": "sequence_mask"}
 _MODES = {
@@ -188,19 +194,39 @@ def _preferences(arguments: Arguments, trainer: str) -> None:
 
 
 def _distillation(arguments: Arguments) -> None:
-    """Carry the teacher. Burnish draws all completions from the student."""
+    """Carry the teacher and the divergence. Completions are all the student's, or all those of the data."""
     teacher = arguments.look_up("teacher_model_name_or_path")
     if teacher:
         arguments.carry({"distill.teachers": [{"path": teacher}]}, "teacher_model_name_or_path")
-    arguments.carry(
-        {"rollout.n": 1, "rollout.max_response_length": arguments.number("max_new_tokens")},
-        "max_new_tokens",
+    arguments.carry({"distill.tokens": "all", "distill.mix": arguments.number("beta")}, "beta")
+    share = arguments.number("lmbda")
+    arguments.carry({}, "use_fused_linear_loss")
+    arguments.drop(
+        "a teacher is loaded as the student is, by engine.precision", "teacher_model_init_kwargs"
     )
-    arguments.leave(
-        "distill: burnish rl draws every completion from the student, and takes the reverse KL; GKD draws the share lmbda, "
-        "and takes the divergence that beta says",
-        *("lmbda", "beta", "seq_kd"),
-    )
+    if arguments.look_up("seq_kd") and share != 1:
+        arguments.leave(
+            "the teacher's own completions: draw them with burnish eval of the teacher, and give them to burnish sft as data",
+            "seq_kd",
+        )
+    arguments.carry({}, "seq_kd")
+    if share == 0:
+        arguments.carry({}, "lmbda")
+        arguments.drop("nothing is drawn where lmbda is 0", "max_new_tokens", "temperature")
+        return
+    length = {"rollout.n": 1, "rollout.max_response_length": arguments.number("max_new_tokens")}
+    arguments.carry(length, "max_new_tokens")
+    if share == 1:
+        arguments.carry({}, "lmbda")
+    else:
+        reason = "burnish rl draws every completion from the student, as with lmbda 1, and burnish sft none, as with lmbda 0"
+        arguments.leave(reason, "lmbda")
+        if "lmbda" not in arguments.given:
+            arguments.remarks.append(f"GKD draws half of the completions (lmbda 0.5); {reason}")
+    if arguments.number("temperature") != 1:
+        arguments.remarks.append(
+            "GKD compares the distributions at temperature 1; burnish rl compares them at rollout.temperature"
+        )
 
 
 def _defaults(arguments: Arguments) -> Mapping[str, Any]:
@@ -210,6 +236,8 @@ def _defaults(arguments: Arguments) -> Mapping[str, Any]:
     of_others |= dict.fromkeys(("dpo", "cpo"), _OF_DPO) | {"reward": _OF_REWARD}
     of_others |= {"kto": {**_OF_DPO, "loss_type": "kto"}, "orpo": {**_OF_DPO, "beta": 0.1}}
     own = of_others.get(trainer, {})
+    if trainer == _DISTILLS and not _generates(arguments):
+        own = {**_OF_SFT, **own}
     return {**_OF_TRAINER, **own, **_implied_by_switches(arguments, **_OF_VLLM)}
 
 
@@ -355,7 +383,9 @@ def _is_open_r1(arguments: Arguments) -> bool:
 
 
 def _generates(arguments: Arguments) -> bool:
-    return trainer_of(arguments) in ("grpo", "rloo", "ppo", _DISTILLS)
+    trainer = trainer_of(arguments)
+    draws = trainer == _DISTILLS and arguments.given.get("lmbda") != 0
+    return draws or trainer in ("grpo", "rloo", "ppo")
 
 
 def _preferred(arguments: Arguments) -> str:

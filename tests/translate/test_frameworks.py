@@ -171,6 +171,28 @@ def test_losses_of_preferences_are_carried(
         assert "loss_type=exo_pair: method.loss" in text
 
 
+@pytest.mark.parametrize(
+    ("given", "command", "mix", "undecided"),
+    [
+        ("--lmbda 1.0 --beta 0.3 --seq_kd true", "rl", 0.3, 0),
+        ("--lmbda 0 --beta 0 --temperature 0.7", "sft", 0, 0),
+        ("--lmbda 0.0 --seq_kd true --use_fused_linear_loss true", "sft", 0.5, 1),
+        ("--lmbda 0.25 --teacher_model_init_kwargs {}", "rl", 0.5, 1),
+    ],
+)
+def test_distillation_of_trl_is_carried(
+    given: str, command: str, mix: float, undecided: int
+) -> None:
+    words = f"python scripts/gkd.py {TRL} --teacher_model_name_or_path t {given}"
+    text = translate_arguments(words.split())
+    assert text.startswith(f"# for burnish {command}\n")
+    settings = yaml.safe_load(text)
+    assert settings["distill"] == {"teachers": [{"path": "t"}], "tokens": "all", "mix": mix}
+    drawn = {"temperature": 0.9, "n": 1, "max_response_length": 128}
+    assert settings.get("rollout") == (drawn if command == "rl" else None)
+    assert f"{undecided} left for you to decide, 0 lost" in text
+
+
 def test_columns_and_parts_of_axolotl_are_carried(tmp_path: Path) -> None:
     file = tmp_path / "dpo.yaml"
     file.write_text(
