@@ -17,13 +17,21 @@ class TeacherConfig(Section):
 
     path: str
     """A directory, a hub's id or a URL of a language model with the student's vocabulary. initial: the model that training starts from; with a fresh adapter, the model without it."""
+    url: str | None = Field(None, pattern=r"^https?://[!-~]+$")
+    """RL, with tokens sampled: an endpoint that scores in place of weights here, such as http://localhost:8000/v1 of vLLM. `path` is its name for the model. Its key is the environment variable OPENAI_API_KEY, if that is set."""
     source: str | None = None
     """Teach the rows with this value in the column `data_source`. Default: all rows whose source no other teacher names."""
     prompt_column: str | None = None
     """RL: the column of the prompt that the teacher reads in place of the student's, such as one with a demonstration. It is text or messages, as `data.prompt_column`. A row whose prompt is too long for the teacher has none. Default: the student's prompt."""
 
+    @property
+    def is_start(self) -> bool:
+        """Whether it is the model that training starts from."""
+        return self.path == START and self.url is None
+
     def __str__(self) -> str:
-        return self.path if self.prompt_column is None else f"{self.path} on {self.prompt_column}"
+        at = "" if self.url is None else f" at {self.url}"
+        return self.path + at + (f" on {self.prompt_column}" if self.prompt_column else "")
 
 
 class DistillConfig(Section):
@@ -42,8 +50,8 @@ class DistillConfig(Section):
 
     @property
     def paths(self) -> list[str]:
-        """Where teachers lie that are not the trained model itself."""
-        return [each.path for each in self.teachers if each.path != START]
+        """Where the weights of teachers lie that are not the trained model itself."""
+        return [each.path for each in self.teachers if each.url is None and not each.is_start]
 
     def __str__(self) -> str:
         kinds = {"sampled": "sampled tokens", "topk": f"top {self.k} tokens", "all": "all tokens"}

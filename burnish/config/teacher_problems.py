@@ -20,6 +20,8 @@ def teacher_problems(config: RunConfig, *, is_drawn: bool) -> Iterator[BurnishEr
             want="one or the other",
             do="remove prompt_column, or data.streaming and rollout.environment",
         )
+    if any(teacher.url is not None for teacher in distill.teachers):
+        yield from _of_endpoints(config)
     if not is_drawn:
         yield from _of_examples(config)
     if distill.tokens == "all" and len(sources) > 1:
@@ -55,6 +57,23 @@ def teacher_problems(config: RunConfig, *, is_drawn: bool) -> Iterator[BurnishEr
                 want="a reward function, a reward model or an environment",
                 do=f"set reward.functions, or remove {name}",
             )
+
+
+def _of_endpoints(config: RunConfig) -> Iterator[BurnishError]:
+    if config.distill.tokens != "sampled":
+        yield UsageError(
+            "a teacher at an endpoint scores the tokens that the student drew, and no others",
+            have=f"distill.teachers[].url, distill.tokens: {config.distill.tokens}",
+            want="sampled, in burnish rl",
+            do="set distill.tokens=sampled, or distill.teachers[].path to the teacher's weights",
+        )
+    if config.rollout.temperature != 1:
+        yield UsageError(
+            "a teacher at an endpoint scores at temperature 1, and the student would be compared at another",
+            have=f"distill.teachers[].url, rollout.temperature: {config.rollout.temperature:g}",
+            want="rollout.temperature: 1",
+            do="set rollout.temperature=1, or distill.teachers[].path to the teacher's weights",
+        )
 
 
 def _of_examples(config: RunConfig) -> Iterator[BurnishError]:

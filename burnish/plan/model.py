@@ -484,7 +484,7 @@ class Workload:
 
     def taught(self, distill: DistillConfig) -> Self:
         """Return the work with teachers. One that is the start is the reference."""
-        starts = len(distill.teachers) - len(distill.paths)
+        starts = sum(each.is_start for each in distill.teachers)
         return replace(
             self,
             scorings=self.scorings + starts,

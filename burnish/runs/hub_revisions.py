@@ -152,7 +152,7 @@ def hub_entries(values: Mapping[str, Any]) -> Iterator[tuple[Any, Any, Kind, str
     for judge in values["reward"]["models"]:
         yield judge, "path", "model", "reward.models"
     for teacher in values["distill"]["teachers"]:
-        if teacher["path"] != START:
+        if teacher["path"] != START and not teacher["url"]:
             yield teacher, "path", "model", "distill.teachers"
     for name in ("train", "validation"):
         for index in range(len(data[name])):

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import shutil
 import signal
-from collections.abc import Mapping
+import threading
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,6 +18,7 @@ import torch
 from safetensors.torch import load_file
 from support.models.tokenizers import char_tokenizer
 from support.nightly import by_day
+from support.runs.endpoints import Answer, serving
 from support.runs.preferences import near
 from support.runs.same_runs import assert_same
 from support.runs.training_files import (
@@ -164,6 +166,64 @@ def test_a_teacher_reads_its_own_prompt(work: Path, hinted: dict[str, str], worl
     near(load_model(run), wanted, 2e-5)
 
 
+def scorer(work: Path, ids: Mapping[str, int]) -> Callable[[dict[str, Any], int], Answer]:
+    """An endpoint's answers: the teacher's by transformers, with texts by `ids`. The proof of the tokens fails at first."""
+    model = AutoModelForCausalLM.from_pretrained(work / "teacher", dtype=torch.float32)
+    texts = {number: text for text, number in ids.items()}
+    lock = threading.Lock()
+
+    def answer(body: dict[str, Any], number: int) -> Answer:
+        if number == 1 and len(body["prompt"]) > 20:
+            return -503, "busy"
+        whole = torch.tensor([body["prompt"]])
+        with lock, torch.no_grad():
+            every = log_softmax(model(whole).logits[0], dim=-1)
+        logprobs = every[:-1].gather(1, whole[0, 1:, None]).squeeze(1).tolist()
+        drawn = int(every[-1].argmax())
+        said = {
+            "tokens": [texts[number] for number in [*body["prompt"], drawn]],
+            "token_logprobs": [None, *logprobs, float(every[-1, drawn])],
+        }
+        return 200, {"choices": [{"text": "", "finish_reason": "length", "logprobs": said}]}
+
+    return answer
+
+
+LAYOUTS_AT = {"alone": [], "tp": LAYOUTS["tp"], "fsdp": LAYOUTS["fsdp"]}
+
+
+@pytest.mark.parametrize("layout", by_day(LAYOUTS_AT, ["alone"]))
+def test_a_teacher_at_an_endpoint_is_the_teacher(work: Path, alone: Path, layout: str) -> None:
+    with serving(scorer(work, char_tokenizer().get_vocab())) as endpoint:
+        teachers = f"distill.teachers=[{{path: tiny, url: '{endpoint.url}'}}]"
+        argv = [*RUN, f"name=at-{layout}", teachers, *LAYOUTS_AT[layout]]
+        run = done(work, *argv, world=1 if layout == "alone" else 2)
+    assert {(path, body["model"]) for path, _, body in endpoint.asked} == {
+        ("/v1/completions", "tiny")
+    }
+    found = [row["actor/reverse_kl"] for row in metrics(run)]
+    np.testing.assert_allclose(
+        found, [row["actor/reverse_kl"] for row in metrics(alone)], rtol=1e-4
+    )
+    near(load_model(run), load_model(alone), 2e-5)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("wrong", ["tokens", "answer"])
+def test_an_endpoint_that_cannot_score_the_tokens_is_refused(work: Path, wrong: str) -> None:
+    ids = char_tokenizer().get_vocab()
+    ids |= {"0": ids["A"], "A": ids["0"]}
+    other = scorer(work, ids)
+    script = other if wrong == "tokens" else lambda body, number: (200, {"choices": [{"text": ""}]})
+    with serving(script) as endpoint:
+        teachers = f"distill.teachers=[{{path: tiny, url: '{endpoint.url}'}}]"
+        code, output = burnish(work, *RUN, f"name=refused-{wrong}", teachers)
+    assert code != 0
+    facts = {"tokens": ["token 4 is '0'", "'A'"], "answer": ["token_logprobs", "echo"]}[wrong]
+    assert [fact for fact in facts if fact not in output.partition("error: ")[2]] == [], output
+    assert "Traceback" not in output
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize("lora", [0, 4])
 def test_a_model_is_its_own_teacher_with_the_answer(
@@ -228,6 +288,14 @@ def test_the_start_may_teach(work: Path, lora: int) -> None:
         (["distill.teachers=[]"], ["reward.functions", "distill.teachers"]),
         (["algorithm.dynamic_sampling.enabled=true"], ["dynamic_sampling"]),
         (["distill.weight=0"], ["distill.weight"]),
+        (
+            ["distill.teachers=[{path: t, url: 'http://h'}]", "rollout.temperature=0.5"],
+            ["rollout.temperature"],
+        ),
+        (
+            ["distill.teachers=[{path: t, url: 'http://h'}]", "distill.tokens=topk"],
+            ["distill.tokens", "url"],
+        ),
         (
             ["distill.teachers=[{path: initial, prompt_column: hint}]"],
             ["'hint'", "distill.teachers[].prompt_column"],

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from burnish.boxes.shards import ShardSource
-from burnish.config.distillation import START, DistillConfig, TeacherConfig
+from burnish.config.distillation import DistillConfig, TeacherConfig
 from burnish.config.schema import ModelConfig
 from burnish.data.batching import make_batch
 from burnish.data.tasks import Mixture, PromptDataset
@@ -223,6 +223,13 @@ def load_teachers(foundation: Foundation, policy: Engine, intact: Intact) -> Tea
     forwards = list[Forward]()
     engines = list[Engine]()
     for teacher in foundation.config.distill.teachers:
+        if teacher.url is not None:
+            from burnish.methods.parts.endpoint_teacher import EndpointTeacher
+
+            timeout = foundation.config.rollout.timeout_seconds
+            asked = EndpointTeacher(teacher, timeout, foundation.tokenizer, policy.layout)
+            forwards.append(asked.forward)
+            continue
         engine = _engine_of(teacher, foundation, policy, intact)
         forwards.append(partial(engine.forward, adapter=engine is not policy))
         engines += [] if engine is policy else [engine]
@@ -244,7 +251,7 @@ def _head(forward: Forward, policy: Engine) -> Head:
 def _engine_of(
     teacher: TeacherConfig, foundation: Foundation, policy: Engine, intact: Intact
 ) -> Engine:
-    if teacher.path == START:
+    if teacher.is_start:
         return load_start(foundation, policy, intact)
     config = foundation.config
     hf_config, weights = read_teacher(teacher, foundation)
@@ -325,7 +332,8 @@ def dry_runs_of_teachers(foundation: Foundation) -> Iterator[Callable[[], object
     for teacher in foundation.config.distill.teachers:
         if teacher.prompt_column is not None:
             yield partial(read_prompts, teacher, foundation)
-        if teacher.path != START and not is_elsewhere(teacher.path):
+        is_here = teacher.url is None and not is_elsewhere(teacher.path)
+        if is_here and not teacher.is_start:
             yield partial(read_teacher, teacher, foundation)
 
 
