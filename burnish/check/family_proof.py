@@ -171,7 +171,9 @@ def small_material(
         # Larger random adapters would saturate attention and Jamba's time steps, which magnifies rounding.
         most = 0.25 * (math.sqrt(lora.rank) if lora.rslora else lora.rank)
         # Dropout draws otherwise in plain PEFT.
-        lora = lora.model_copy(update={"alpha": min(lora.scale_alpha, most), "dropout": 0.0})
+        lora = lora.model_copy(
+            update={"alpha": min(lora.scale_alpha, most), "dropout": 0.0, "quantize_base": "none"}
+        )
     examples = _examples(config, _LONGEST_OF_STATES if mixers(model) else _LONGEST)
     return Material(config, examples, engine, lora)
 

@@ -39,7 +39,7 @@ _PATH_ERRORS = (
 """Errors of the operating system that are about a file that the user named."""
 _LONGEST_NAME = 200
 # Loggers with warnings that do not concern a run. Transformers imports torchao wherever it is installed.
-_NOISY_LOGGERS = ("torchao", "torch.utils._pytree")
+_NOISY_LOGGERS = ("bitsandbytes", "torchao", "torch.utils._pytree")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -81,6 +81,9 @@ _OF_ALL: Sequence[_Constraint] = (
     ("model.lora.dora", "model.lora.publish=merged", "A and B are not all that changes"),
     ("model.lora.dora", "model.lora.dropout=0.0", "it is not drawn for the rescaled output"),
     ("model.lora.dropout", "engine.compile=false", "it draws between compiled pieces"),
+    ("model.lora.quantize_base", "model.lora.dora=false", "DoRA reads plain weights"),
+    ("model.lora.quantize_base", "engine.tensor_parallel=1", "it divides plain weights only"),
+    ("model.lora.quantize_base", "engine.compile=false", "bitsandbytes' products are not compiled"),
     ("model.lora.modules_to_save", "engine.tensor_parallel=1", "it divides no such layers"),
     ("model.lora.modules_to_save", "model.lora.publish=merged", "A and B are not all that changes"),
     ("optim.moments=bf16", "optim.kind=adamw", "muon has no such moments"),
@@ -118,6 +121,7 @@ _OF_SFT: Sequence[_Constraint] = (
     ),
 )
 _OF_SAMPLING: Sequence[_Constraint] = (
+    ("model.lora.quantize_base", "", "a generator has plain weights, so it would be another model"),
     ("evaluation.temperature=0.0", "evaluation.n=1", "all completions would be the same"),
     ("rollout.engine=vllm|sglang", "rollout.place=child|servers", "it needs its own process"),
     ("rollout.tensor_parallel", "rollout.engine=vllm|sglang|FILE:NAME", ""),
@@ -314,7 +318,7 @@ def setting_problems(config: RunConfig, world: int | None) -> Iterator[BurnishEr
 def model_problems(model: ModelConfig) -> Iterator[BurnishError]:
     """Yield why no model, or no adapter, follows from these settings."""
     lora = model.lora.model_dump(exclude_defaults=True)
-    own = ("path", "publish", "dropout")
+    own = ("path", "publish", "dropout", "quantize_base")
     others = ", ".join(f"model.lora.{name}" for name in lora if name not in own)
     if (model.path is None) == (model.fresh is None):
         yield UsageError(

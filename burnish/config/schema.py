@@ -85,6 +85,8 @@ class LoraConfig(Section):
     """Scale by alpha / √rank instead (arXiv 2312.03732)."""
     dora: bool = False
     """Learn the magnitude of each output apart from its direction (DoRA, arXiv 2402.09353), as PEFT's use_dora. Linear layers only. A training pass takes longer, and needs memory for a copy of each layer's weight."""
+    quantize_base: Literal["none", "nf4"] = "none"
+    """nf4: hold the frozen linear layers in 4 bits (QLoRA, arXiv 2305.14314), by bitsandbytes, which the extra `qlora` installs. Each product dequantizes its weight. For methods that generate nothing."""
     dropout: float = Field(0.0, ge=0, lt=1)
     """Share of each adapted layer's inputs that its adapter does not see in a training pass, as PEFT's lora_dropout. Log-probs before an update, validations and rollouts see all. Not for experts."""
     modules_to_save: list[str] = []

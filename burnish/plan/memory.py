@@ -124,7 +124,7 @@ class Needs:
     @cached_property
     def _frozen(self) -> float:
         root = held(self._model.root, self._shards, self._tensor)
-        return root + self._sum(self._held(self._model.layers))
+        return root + self._sum(self._held(self._model.stored(self._width)))
 
     @cached_property
     def _trained(self) -> float:
@@ -159,7 +159,7 @@ class Needs:
 
     @cached_property
     def _layers(self) -> dict[LayerShape, float]:
-        own = self._held(self._model.layers)
+        own = self._held(self._model.stored(self._width))
         adapter = self._held(self._model.trained) if self._model.lora else dict.fromkeys(own, 0)
         return {kind: (own[kind] + adapter[kind]) * self._shards for kind in own}
 
@@ -372,7 +372,15 @@ class Needs:
     @property
     def _running(self) -> float:
         """Elements of gathered layers while the next one comes."""
-        return 2 * max(self._layers.values()) if self._regathers else self._sum(self._layers)
+        layers = 2 * max(self._layers.values()) if self._regathers else self._sum(self._layers)
+        return layers + self._dequantized
+
+    @cached_property
+    def _dequantized(self) -> float:
+        """Elements of the widest weight that a product dequantizes."""
+        if not self._model.is_quantized:
+            return 0.0
+        return max(w.elements for each in self._model.layers.values() for w in each if w.linear)
 
     @property
     def _coming(self) -> float:

@@ -27,6 +27,10 @@ FP32 = 4
 """Bytes of an fp32 number."""
 ASSUMED_PROMPT = 512
 """Tokens of a prompt, if `data.max_prompt_length` is not given."""
+NF4_BLOCK = 64
+"""Weights in 4 bits that share an fp32 scale."""
+NF4_BYTES = NF4_BLOCK // 2 + FP32
+"""Bytes of such a block."""
 _BF16 = 2
 # Suffixes of linear layers whose columns tensor parallelism divides.
 _CUT_BY_COLUMNS = ("o_proj", "down_proj")
@@ -73,6 +77,12 @@ class Weight:
         """Return the fullest rank's elements, with rows cut as torch.chunk cuts them."""
         return -(-self.rows // shards) * self.columns // (tensor if self.shared else 1)
 
+    def in_nf4(self, width: int) -> Weight:
+        """Return a linear layer's weight in 4 bits, as numbers of `width` bytes. Others stay as they are."""
+        if not self.linear or self.experts or not self.width or self.columns % NF4_BLOCK:
+            return self
+        return replace(self, columns=self.columns // NF4_BLOCK * NF4_BYTES // width)
+
     def factors(self, rank: int) -> tuple[Weight, Weight]:
         """Return A and B of a LoRA of this `rank`. Tensor parallelism divides one."""
         inner = rank * (self.experts or 1)
@@ -104,6 +114,17 @@ class PlannedModel:
     def layers(self) -> dict[LayerShape, tuple[Weight, ...]]:
         """Parameters of each kind of layer."""
         return {each: tuple(map(_weight, each.parameters)) for each in self.shape.counts}
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether the frozen linear layers are held in 4 bits."""
+        return self.lora is not None and self.lora.quantize_base != "none"
+
+    def stored(self, width: int) -> dict[LayerShape, tuple[Weight, ...]]:
+        """Return `layers` as they are held, in numbers of `width` bytes."""
+        if not self.is_quantized:
+            return self.layers
+        return {kind: tuple(w.in_nf4(width) for w in each) for kind, each in self.layers.items()}
 
     @cached_property
     def trained(self) -> dict[LayerShape, tuple[Weight, ...]]:

@@ -162,6 +162,10 @@ def _models(
         want = "peft, which has the adapter's modules"
         do = f"{install('lora')}, or remove model.lora"
         yield from _package("peft", "model.lora", want, do)
+        if model.adapter.quantize_base != "none":
+            want = "bitsandbytes, which quantizes"
+            do = f"{install('qlora')}, or set model.lora.quantize_base=none"
+            yield from _package("bitsandbytes", "model.lora.quantize_base", want, do)
     yield from _code(engine.kind, "engine.kind")
     if engine.kind == "megatron":
         do = f"{install('megatron')}, or set engine.kind=torch"

@@ -37,7 +37,7 @@ from burnish.distributed.device import has_bf16_products
 from burnish.distributed.layout import Layout
 from burnish.engines import factory as making
 from burnish.engines.base import Engine, Part, compute_dtype
-from burnish.errors import IncompatibleError, UsageError, refusing
+from burnish.errors import IncompatibleError, UsageError, few, refusing
 from burnish.extend import GENERATORS
 from burnish.models.flops import ModelFlops, Passed
 from burnish.models.heads import has_value_head
@@ -235,6 +235,14 @@ def lay_foundation(
         )
 
         composite = within(composite, config.model, hf_config)
+        if config.model.adapter.quantize_base != "none":
+            from burnish.models.lora.quantized_base import require_quantizable
+
+            dtype = compute_dtype(config.engine)
+            plain = require_quantizable(config.model.adapter, hf_config, device, dtype)
+            if plain and layout.is_main:
+                message = "model.lora.quantize_base leaves the linear layers %s as they are"
+                _log.warning(message, few(plain))
         if layout.is_main:
             warn_of_unadapted(config.model.adapter, hf_config)
         # A checkpoint names the model where anybody finds it, and not its copy on this machine.
@@ -559,7 +567,7 @@ def prove_start(engine: Engine, foundation: Foundation) -> None:
     flops = foundation.flops
     if foundation.adapter is None:
         prove_directory(engine, foundation.source, foundation.hf_config, flops, config.engine)
-    elif config.model.lora.path is None:
+    elif config.model.lora.path is None and config.model.lora.quantize_base == "none":
         given = (foundation.hf_config, flops, config.engine, Part.FROZEN)
         prove_directory(engine, foundation.base, *given)
 

@@ -214,10 +214,11 @@ def _model(model: ModelConfig, run_dir: Path | None) -> str:
     if model.adapter is None:
         only = f", trained in {', '.join(model.train)}" if model.train else ""
         return model.path + only
+    base = f"{model.path} in 4 bits" if model.adapter.quantize_base == "nf4" else model.path
     if model.adapter.path is not None:
-        return f"{model.path}, from the adapter {model.adapter.path}"
+        return f"{base}, from the adapter {model.adapter.path}"
     layers = ", ".join(model.adapter.targets) or "all linear layers"
-    return f"{model.path}, an adapter of rank {model.adapter.rank} on {layers}"
+    return f"{base}, an adapter of rank {model.adapter.rank} on {layers}"
 
 
 def sampling_text(sampling: SamplingConfig) -> str:

@@ -193,9 +193,9 @@ def _quantization(arguments: Arguments) -> None:
         if value is False:
             arguments.carry({}, name)
         elif value:
-            arguments.drop("the model is trained as it is, not quantized", name)
+            arguments.drop("the base model is held as it is, not quantized", name)
             arguments.remarks.append(
-                f"{name}: quantized models are not trained, so the base model takes its memory in bf16"
+                f"{name}: the base model takes its memory in bf16; model.lora.quantize_base: nf4 holds it in 4 bits, where nothing is generated"
             )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -113,7 +113,37 @@ def test_it_trains_as_peft_on_plain_transformers_does(
     changes: dict[str, Any],
 ) -> None:
     path = save_tiny(tmp_path / "m", family, torch.float32)
-    wanted = train_by_hand(plain_adapted(path, lora), examples_that_begin_alike(VOCAB))
+    assert_trains_as_peft(path, lora, world, per_micro, changes)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    ("family", "world", "changes"),
+    [
+        ("qwen2", 1, {"activation_checkpointing": "full"}),
+        ("llama", 2, {"reshard_after_forward": True}),
+    ],
+)
+def test_it_trains_on_a_base_in_four_bits_as_peft_on_bitsandbytes_layers_does(
+    tmp_path: Path, family: str, world: int, changes: dict[str, Any]
+) -> None:
+    """Layers with 96 inputs stay as they are, for transformers by their names."""
+    pytest.importorskip("bitsandbytes")
+    lora = LoraConfig(rank=3, alpha=5.0, quantize_base="nf4")
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "head_dim": 16}
+    path = save_tiny(tmp_path / "m", family, torch.float32, **sizes)
+    assert_trains_as_peft(path, lora, world, 3, changes, plain=["down_proj", "lm_head"])
+
+
+def assert_trains_as_peft(
+    path: Path,
+    lora: LoraConfig,
+    world: int,
+    per_micro: int,
+    changes: dict[str, Any],
+    plain: Sequence[str] = (),
+) -> None:
+    wanted = train_by_hand(plain_adapted(path, lora, plain), examples_that_begin_alike(VOCAB))
     ranks = on_ranks(train_rank, world, path, lora, per_micro, changes)
     for rank in ranks:
         assert rank["losses"] == pytest.approx(wanted["losses"], rel=2e-6)

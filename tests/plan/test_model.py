@@ -1,6 +1,7 @@
 import re
 
 import pytest
+import torch
 from support.models.tiny import FAMILIES as TINY
 from support.models.tiny import tiny_config
 from transformers import AutoConfig
@@ -10,6 +11,7 @@ from burnish.engines.torch.tensor_parallel import _layer_cuts, _layer_plan
 from burnish.errors import IncompatibleError, UsageError
 from burnish.families import FAMILIES, ModelShape
 from burnish.models.lora.adapter import Adapter
+from burnish.models.lora.quantized_base import quantize_layers
 from burnish.models.meta_init import build_on_meta, count_flops
 from burnish.plan.model import PlannedModel, held
 
@@ -83,6 +85,20 @@ def test_tensor_ranks_have_of_an_adapter_what_the_engine_leaves_them(family, exp
     assert found < shape.adapter
     counts = shape.shape.counts
     assert found == sum(held(each, 1, 2) * counts[kind] for kind, each in shape.trained.items())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_base_in_four_bits_has_the_sizes_of_the_engines_layers(dtype):
+    """Layers with 96 inputs stay as they are."""
+    config = tiny_config("qwen2", hidden_size=64, intermediate_size=96, head_dim=16)
+    lora = LoraConfig(rank=2, targets=["q_proj"], quantize_base="nf4")
+    model = build_on_meta(config)
+    Adapter(model, lora, dtype)
+    quantize_layers(model, config, lora)
+    kept = sum(p.numel() for p in model.parameters() if not p.requires_grad)
+    shape = planned(config.to_dict(), lora)
+    stored = shape.total(shape.stored(dtype.itemsize)) + sum(w.elements for w in shape.root)
+    assert stored == kept < shape.elements
 
 
 @pytest.mark.parametrize("family", TINY)

@@ -81,6 +81,11 @@ class TorchEngine(ShardedEngine):
             from burnish.models.lora.adapter import Adapter
 
             self._adapter = Adapter(model, lora, compute_dtype(config))
+            if lora.quantize_base != "none":
+                from burnish.models.lora.quantized_base import quantize_layers
+
+                quantize_layers(model, hf_config, lora)
+        self._is_quantized = lora is not None and lora.quantize_base != "none"
         self._merges = lora is not None and lora.publish == "merged"
         self._scorer = Scorer(model, config.logprob_rows(hf_config.get_text_config().vocab_size))
         if optim is None:
@@ -186,6 +191,10 @@ class TorchEngine(ShardedEngine):
         """See `Engine.shards`."""
         if what is Part.WEIGHTS:
             yield from model_shards(self._scorer.model, parts=self._regions)
+        elif what is Part.FROZEN and self._adapter is not None and self._is_quantized:
+            from burnish.models.lora import quantized_base
+
+            yield from quantized_base.base_shards(self._scorer.model, self._adapter.base)
         elif what is Part.FROZEN:
             parts = self._adapter.base if self._adapter else ()
             yield from model_shards(self._scorer.model, parts=parts)
@@ -200,7 +209,12 @@ class TorchEngine(ShardedEngine):
 
     def load(self, source: ShardSource, what: Part) -> None:
         """See `Engine.load`."""
-        source.fill(self.shards(what))
+        if what is Part.FROZEN and self._adapter is not None and self._is_quantized:
+            from burnish.models.lora import quantized_base
+
+            quantized_base.fill_base(self._scorer.model, self._adapter.base, source)
+        else:
+            source.fill(self.shards(what))
 
     @contextmanager
     def offloaded(self) -> Iterator[None]:

@@ -183,7 +183,10 @@ def _key(foundation: Foundation, data: str) -> str:
         "" if model.path else f"{foundation.config.seed} {foundation.hf_config.to_json_string()}"
     )
     engine = foundation.config.engine
-    how = engine.kind, engine.precision, engine.compile, torch.__version__
+    how = (
+        *(engine.kind, engine.precision, engine.compile),
+        *(model.lora.quantize_base, torch.__version__),
+    )
     return xxhash.xxh3_128_hexdigest(repr((weights, fresh, how, data)).encode())
 
 

@@ -430,6 +430,12 @@ def _default_targets(model: PreTrainedModel, layers: Sequence[str]) -> list[str]
     return [kind for kind in kinds if kind not in without and _is_adaptable(model.config, kind)]
 
 
+def adaptable_weights(model: PreTrainedModel) -> tuple[list[str], list[str]]:
+    """Return the weights of linear layers, and the kinds among them that can have an adapter."""
+    weights = _linear_weights(model)
+    return weights, _default_targets(model, weights)
+
+
 def _renamed(model: PreTrainedModel, weights: Iterable[str]) -> list[str]:
     """Return the weights that transformers calls otherwise when PEFT reads an adapter, as Laguna's shared experts."""
     mapping = get_model_conversion_mapping(model)

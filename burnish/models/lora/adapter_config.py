@@ -255,7 +255,10 @@ def with_adapter(model: ModelConfig, content: bytes) -> ModelConfig:
             settings["targets"] = settings["targets"] or []
         settings[_MODULES] = values.get(_MODULES) or []
         settings["dora"] = bool(values.get(_DORA))
-        own = {name: getattr(model.lora, name) for name in ("path", "publish", "dropout")}
+        own = {
+            name: getattr(model.lora, name)
+            for name in ("path", "publish", "dropout", "quantize_base")
+        }
         lora = LoraConfig.model_validate(own | settings)
         fused = LoraConfig.model_validate({"targets": values.get(_PARAMETERS) or []}).targets
         # PEFT writes all-linear as the full names of layers.

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import peft
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel
 
 from burnish.boxes.shards import Publication, Shard
 from burnish.config.schema import LoraConfig
@@ -50,9 +50,22 @@ def published_beside(
     return Publication(adapter.merged(Layout())) if merged else Publication(weights, base)
 
 
-def plain_adapted(path: Path, lora: LoraConfig = LORA) -> Any:
-    """PEFT's own model on plain transformers, in fp32, with the same values."""
-    base = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+def plain_adapted(path: Path, lora: LoraConfig = LORA, plain: Sequence[str] = ()) -> Any:
+    """PEFT's own model on plain transformers, in fp32, with the same values.
+
+    With a base in 4 bits, transformers has quantized all linear layers but `plain` ones.
+    """
+    options: dict[str, Any] = {}
+    if lora.quantize_base == "nf4":
+        options["quantization_config"] = BitsAndBytesConfig(
+            load_in_4bit=True,
+            bnb_4bit_quant_type="nf4",
+            bnb_4bit_compute_dtype=torch.float32,
+            llm_int8_skip_modules=[*plain],
+        )
+    base = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, **options).eval()
+    if options:  # some processors would multiply weights in 4 bits in bf16
+        base = base.dequantize()
     config = peft.LoraConfig(
         r=lora.rank,
         lora_alpha=lora.scale_alpha,
