@@ -33,8 +33,11 @@ _PATTERNS = (
         r"(.*\.)?(profiler|global_profiler)\.",
         "tracking.torch_profiler and tracking.profile_steps record steps",
     ),
-    (r"distillation\.", "Burnish does not distil from a teacher"),
-    (r"(.*\.)?(multi_turn|agent)\.|env\.", "Burnish does not support agents with tools"),
+    (r"distillation\.", "set distill.teachers by hand: see docs/guides/distillation.md"),
+    (
+        r"(.*\.)?(multi_turn|agent)\.|env\.",
+        "set rollout.environment by hand: see docs/guides/environments.md",
+    ),
     (r"data\.multiturn\.enable$", "chats are recognised from their columns"),
     (rf"{_ROLLOUT}trace\.", "tracking.traces sends traces"),
     (rf"{_ROLLOUT}prometheus\.", "metrics.jsonl and tracking.trackers have all numbers"),
