@@ -102,7 +102,10 @@ _PATTERNS = (
     ),
     (r"data\.(return_raw|ignore_input_ids|return_full)", "chats are kept as they are"),
     (r"data\.(image_|video_|audio_)|.*(freeze_vision|num_images)", "images are not supported"),
-    (r"data\.(multiturn\.)?tools_key", "Burnish does not support agents with tools"),
+    (
+        r"data\.(multiturn\.)?tools_key",
+        "set rollout.environment.verl by hand: see docs/guides/environments.md",
+    ),
     (r".*\bpad_(mode|to_length)$", "sequences are always packed, without padding"),
     (
         r".*(entropy_checkpointing|entropy_from_logits_\w*|fused_kernel_options\.\w+)$",
