@@ -23,8 +23,8 @@ from burnish.tracking.stats import Mean, Stats
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Side:
-    """One side of P pairs, or P single answers."""
+class ScoredAnswers:
+    """P answers: one side of P pairs, or single ones."""
 
     logprobs: Tensor
     """[P] fp32, log π of the answers."""
@@ -32,8 +32,6 @@ class Side:
     """[P] fp32, log π₀; 0 without a reference."""
     lengths: Tensor
     """[P] tokens that are trained on."""
-    labels: Tensor = field(default_factory=lambda: torch.zeros(()))
-    """[P] of pairs, the margin by which the chosen answer should win; of single answers 1 for a desirable one, -1 for another, 0 for filler."""
 
     @property
     def means(self) -> Tensor:
@@ -46,13 +44,29 @@ class Side:
         return settings.beta * (ratios / self.lengths if settings.length_normalized else ratios)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Side(ScoredAnswers):
+    """One side of P pairs."""
+
+    margins: Tensor = field(default_factory=lambda: torch.zeros(()))
+    """[P] by how much the chosen answers should win."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LabelledAnswers(ScoredAnswers):
+    """P single answers."""
+
+    labels: Tensor
+    """[P] 1 for a desirable answer, -1 for another, 0 for filler."""
+
+
 PairLoss = Callable[[Side, Side, PairLossSettings], Tensor]
 """Takes the chosen and the rejected answers; returns the losses, [P]."""
 
 
 def sigmoid(chosen: Side, rejected: Side, settings: PairLossSettings) -> Tensor:
     """-log σ(β (r_c - r_l) - m) (DPO, arXiv 2305.18290, equation 7), with label smoothing ε as in cDPO. m is the row's margin (2402.10571)."""
-    return _smoothed(_margin(chosen, rejected, settings) - chosen.labels, settings)
+    return _smoothed(_margin(chosen, rejected, settings) - chosen.margins, settings)
 
 
 def ipo(chosen: Side, rejected: Side, settings: PairLossSettings) -> Tensor:
@@ -63,13 +77,13 @@ def ipo(chosen: Side, rejected: Side, settings: PairLossSettings) -> Tensor:
 
 def hinge(chosen: Side, rejected: Side, settings: PairLossSettings) -> Tensor:
     """max(0, 1 - β (r_c - r_l) + m) (SLiC, arXiv 2305.10425, as arXiv 2309.06657 normalizes it). m is the row's margin."""
-    return relu(1 - _margin(chosen, rejected, settings) + chosen.labels)
+    return relu(1 - _margin(chosen, rejected, settings) + chosen.margins)
 
 
 def simpo(chosen: Side, rejected: Side, settings: PairLossSettings) -> Tensor:
     """-log σ(β (log π(c)/|c| - log π(l)/|l|) - γ - m) (SimPO, arXiv 2405.14734, equation 6). It takes no reference. m is the row's margin."""
     margin = settings.beta * (chosen.means - rejected.means)
-    return _smoothed(margin - settings.simpo_gamma - chosen.labels, settings)
+    return _smoothed(margin - settings.simpo_gamma - chosen.margins, settings)
 
 
 def orpo(chosen: Side, rejected: Side, settings: PairLossSettings) -> Tensor:
@@ -98,7 +112,7 @@ def apo_down(chosen: Side, rejected: Side, settings: PairLossSettings) -> Tensor
 
 def robust(chosen: Side, rejected: Side, settings: PairLossSettings) -> Tensor:
     """[-(1-ε) log σ(x) + ε log σ(-x)] / (1-2ε), x = β (r_c - r_l) - m (rDPO, arXiv 2403.00409, equation 11). m is the row's margin."""
-    margin = _margin(chosen, rejected, settings) - chosen.labels
+    margin = _margin(chosen, rejected, settings) - chosen.margins
     noise = settings.label_smoothing
     return (-(1 - noise) * logsigmoid(margin) + noise * logsigmoid(-margin)) / (1 - 2 * noise)
 
@@ -108,7 +122,7 @@ def nll(chosen: Side, rejected: Side, settings: PairLossSettings) -> Tensor:
     return -chosen.means
 
 
-def kto(answers: Side, kl: float, settings: PreferenceSettings) -> Tensor:
+def kto(answers: LabelledAnswers, kl: float, settings: PreferenceSettings) -> Tensor:
     """w_d (1 - σ(β (r - z))) of a desirable answer, w_u (1 - σ(β (z - r))) of another one (KTO, arXiv 2402.01306, equation 8).
 
     z = `kl` is the mean r of answers to other prompts, at least 0. w_d and w_u are the weights in the settings.
@@ -170,7 +184,7 @@ def answer_loss(
     losses = {name: load_function(name, "method.loss", ANSWER_LOSSES) for name in settings.loss}
 
     def labelled_loss(outputs: TokenOutputs, micro: MicroBatch) -> tuple[Tensor, Stats]:
-        answers = Side(*_columns(outputs.logprobs, micro))
+        answers = LabelledAnswers(*_columns(outputs.logprobs, micro))
         loss = torch.zeros((), device=outputs.logprobs.device)
         for name, weight in settings.loss.items():
             loss = loss + weight * losses[name](answers, micro.kl, settings).sum()
@@ -255,7 +269,7 @@ def _sides(logprobs: Tensor, micro: MicroBatch) -> tuple[Side, Side]:
 
 
 def _columns(logprobs: Tensor, micro: MicroBatch) -> list[Tensor]:
-    """Return what `Side` has, of all sequences. Filler's label is 0."""
+    """Return what `ScoredAnswers` have, and the margins or labels, of all sequences. Those of filler are 0."""
     reference = torch.zeros_like(logprobs) if micro.ref_logprobs is None else micro.ref_logprobs
     sums = []
     for values in (logprobs, reference):

@@ -9,7 +9,7 @@ import pytest
 import torch
 from numpy import exp, log
 
-from burnish.algorithms.preferences import Side, answer_loss, kto, pair_loss
+from burnish.algorithms.preferences import LabelledAnswers, Side, answer_loss, kto, pair_loss
 from burnish.config.preferences import PreferenceSettings
 from burnish.extend import ANSWER_LOSSES, PREFERENCE_LOSSES
 from burnish.functions import load_function
@@ -102,8 +102,11 @@ def test_a_margin_counts_as_so_much_less_of_a_lead() -> None:
     reads = {"sigmoid", "hinge", "robust", "simpo"}
     for name in PREFERENCE_LOSSES:
         sides = [
-            Side(*(torch.tensor(each[:, i]) for each in (policy, reference, LENGTHS)), labels)
-            for i, labels in enumerate((torch.tensor(margins), torch.tensor(margins)))
+            Side(
+                *(torch.tensor(each[:, i]) for each in (policy, reference, LENGTHS)),
+                torch.tensor(margins),
+            )
+            for i in (0, 1)
         ]
         loss = load_function(name, "method.loss", PREFERENCE_LOSSES)(*sides, settings)
         behind = policy.copy()
@@ -123,7 +126,7 @@ def test_kto_is_the_formula_with_its_gradient(kl: float) -> None:
     labels = np.array([1.0, -1.0, 1.0, 1.0, -1.0, 0.0])  # the last one is filler
     tensor = torch.tensor(policy, requires_grad=True)
     others = [torch.tensor(each) for each in (reference, lengths, labels)]
-    loss = kto(Side(tensor, *others), kl, settings)
+    loss = kto(LabelledAnswers(tensor, *others), kl, settings)
 
     def by_paper(policy: Any) -> Any:
         z = settings.beta * (policy - reference - kl)
