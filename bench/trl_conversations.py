@@ -20,9 +20,9 @@ from transformers import (  # noqa: E402
     Qwen3ForCausalLM,
     TrainerCallback,
 )
-from trl import GRPOConfig, GRPOTrainer  # noqa: E402
+from trl import GRPOTrainer  # noqa: E402
 
-from bench.trl_grpo import Lengths  # noqa: E402
+from bench.trl_grpo import Lengths, grpo_config  # noqa: E402
 
 CALL = {"type": "function", "function": {"name": "look", "arguments": {"place": "north"}}}
 EVERYTHING_IS_A_CALL = {
@@ -95,29 +95,7 @@ def trainer(settings: dict[str, Any]) -> GRPOTrainer:
     model.turn_tokens = settings["turn_tokens"]
     tokenizer = AutoTokenizer.from_pretrained(settings["model"])
     tokenizer.response_template = EVERYTHING_IS_A_CALL
-    sequences = settings["prompts_per_step"] * settings["samples"]
-    config = GRPOConfig(
-        output_dir=settings["model"] + "-trl",
-        use_cpu=not torch.cuda.is_available(),
-        bf16=True,
-        gradient_checkpointing=False,
-        per_device_train_batch_size=settings["rows"],
-        gradient_accumulation_steps=sequences // settings["rows"],
-        num_generations=settings["samples"],
-        max_completion_length=settings["max_tokens"],
-        max_tool_calling_iterations=settings["turns"] - 1,
-        learning_rate=settings["lr"],
-        lr_scheduler_type="constant",
-        beta=0.0,
-        num_iterations=1,
-        shuffle_dataset=False,
-        max_steps=1_000_000,
-        logging_strategy="no",
-        save_strategy="no",
-        report_to=[],
-        disable_tqdm=True,
-        seed=settings["seed"],
-    )
+    config = grpo_config(settings, max_tool_calling_iterations=settings["turns"] - 1)
     return GRPOTrainer(
         model,
         varied,

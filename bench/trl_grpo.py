@@ -82,12 +82,10 @@ class TakeTurns(TrainerCallback):
         return self._clock()
 
 
-def trainer(settings: dict[str, Any]) -> GRPOTrainer:
-    model = GivenLengths.from_pretrained(
-        settings["model"], dtype=getattr(torch, settings["weights_dtype"])
-    )
+def grpo_config(settings: dict[str, Any], **others: Any) -> GRPOConfig:
+    """Return TRL's settings of a step, and `others`."""
     sequences = settings["prompts_per_step"] * settings["samples"]
-    config = GRPOConfig(
+    return GRPOConfig(
         output_dir=settings["model"] + "-trl",
         use_cpu=not torch.cuda.is_available(),
         bf16=True,
@@ -107,7 +105,15 @@ def trainer(settings: dict[str, Any]) -> GRPOTrainer:
         report_to=[],
         disable_tqdm=True,
         seed=settings["seed"],
+        **others,
     )
+
+
+def trainer(settings: dict[str, Any]) -> GRPOTrainer:
+    model = GivenLengths.from_pretrained(
+        settings["model"], dtype=getattr(torch, settings["weights_dtype"])
+    )
+    config = grpo_config(settings)
     return GRPOTrainer(
         model,
         even_share,
