@@ -285,7 +285,7 @@ def test_any_text_is_read(form, data):
         ("GLM", "<tool_call>a<arg_key>" * 20000),
         ("Kimi", "<|tool_calls_section_begin|>" + "<|tool_call_begin|>" * 20000),
         ("DeepSeek", "<｜tool▁calls▁begin｜>" + "<｜tool▁call▁begin｜>" * 20000),
-        ("harmony", " to=functions.a" * 20000),
+        ("harmony", " to=functions.a" * 100_000),
         ("Gemma", "<|tool_call>call:a{b:" + "[" * 20000),
         ("Python", "<|tool_call_start|>[" + "a(" * 20000 + "<|tool_call_end|>"),
         ("elements", '<invoke name="a">' * 20000),
