@@ -21,16 +21,14 @@ from burnish.config.schema import (
 )
 from burnish.families import LayerShape, ModelShape
 from burnish.models.flops import ModelFlops
-from burnish.models.lora.adapter_config import are_parameters, require_targets
+from burnish.models.lora.adapter_config import NF4_BLOCK, are_parameters, require_targets
 
 FP32 = 4
 """Bytes of an fp32 number."""
 ASSUMED_PROMPT = 512
 """Tokens of a prompt, if `data.max_prompt_length` is not given."""
-NF4_BLOCK = 64
-"""Weights in 4 bits that share an fp32 scale."""
 NF4_BYTES = NF4_BLOCK // 2 + FP32
-"""Bytes of such a block."""
+"""Bytes of a block of weights in 4 bits."""
 _BF16 = 2
 # Suffixes of linear layers whose columns tensor parallelism divides.
 _CUT_BY_COLUMNS = ("o_proj", "down_proj")

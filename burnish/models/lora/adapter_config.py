@@ -21,6 +21,8 @@ ADAPTER_NAME = "default"
 """The name that PEFT gives an adapter without one."""
 COPY = f".modules_to_save.{ADAPTER_NAME}"
 """What PEFT's name of a copy that is trained whole has in addition."""
+NF4_BLOCK = 64
+"""Weights in 4 bits that share an fp32 scale, as in QLoRA's paper."""
 # PEFT's key for the model's path or its name on a hub.
 _BASE_PATH = "base_model_name_or_path"
 # Name of the module with the parameters of a layer's experts.

@@ -18,13 +18,10 @@ from burnish.boxes.box import Box
 from burnish.boxes.shards import Shard, ShardSource
 from burnish.config.schema import LoraConfig
 from burnish.errors import IncompatibleError, few, install, refusing
-from burnish.models.lora.adapter_config import kinds_of
+from burnish.models.lora.adapter_config import NF4_BLOCK, kinds_of
 from burnish.models.lora.whole_modules import modules_trained_whole
 from burnish.models.meta_init import build_on_meta
 from burnish.models.names import Region, local_box, model_shards
-
-BLOCK = 64
-"""Weights that share a scale, as in the paper."""
 
 
 class NF4Linear(nn.Module):
@@ -41,7 +38,7 @@ class NF4Linear(nn.Module):
         self.out_features = layer.out_features
         self.bias = layer.bias
         self.packed = _frozen(weight, self.in_features // 2 // size)
-        self.scales = _frozen(weight, self.in_features // BLOCK * 4 // size)
+        self.scales = _frozen(weight, self.in_features // NF4_BLOCK * 4 // size)
 
     def forward(self, inputs: Tensor) -> Tensor:
         """Return inputs [..., in] times the weights [..., out], which are dequantized for this product alone."""
@@ -73,7 +70,7 @@ def to_nf4(weight: Tensor) -> tuple[Tensor, Tensor]:
     """Return the packed numbers and the scales of a weight [out, in], as `NF4Linear` holds them."""
     from bitsandbytes.functional import quantize_4bit
 
-    packed, state = quantize_4bit(weight, blocksize=BLOCK, quant_type="nf4")
+    packed, state = quantize_4bit(weight, blocksize=NF4_BLOCK, quant_type="nf4")
     rows = len(weight)
     return packed.view(rows, -1).view(weight.dtype), state.absmax.view(rows, -1).view(weight.dtype)
 
@@ -88,7 +85,7 @@ def from_nf4(packed: Tensor, scales: Tensor) -> Tensor:
         scales.view(torch.float32).flatten(),
         shape=shape,
         dtype=packed.dtype,
-        blocksize=BLOCK,
+        blocksize=NF4_BLOCK,
         quant_type="nf4",
     )
     return dequantize_4bit(numbers.view(-1, 1), state)
@@ -109,7 +106,7 @@ def quantizable(hf_config: PretrainedConfig, config: LoraConfig) -> tuple[list[s
     for weight in linear:
         name = weight.rpartition(".")[0]
         layer = model.get_submodule(name)
-        fits = isinstance(layer, nn.Linear) and layer.in_features % BLOCK == 0
+        fits = isinstance(layer, nn.Linear) and layer.in_features % NF4_BLOCK == 0
         is_frozen = name not in whole
         into = chosen if fits and is_frozen and kinds_of([weight])[0] in adaptable else others
         into.append(name)
@@ -183,14 +180,14 @@ def require_quantizable(
         want="bitsandbytes, with kernels for this device",
         do=f"{install('qlora')}, or set model.lora.quantize_base=none",
     ):
-        from_nf4(*to_nf4(torch.ones(1, BLOCK, dtype=dtype, device=device)))
+        from_nf4(*to_nf4(torch.ones(1, NF4_BLOCK, dtype=dtype, device=device)))
     chosen, others = quantizable(hf_config, config)
     kinds = kinds_of(f"{name}.weight" for name in others)
     if not chosen:
         raise IncompatibleError(
             "model.lora.quantize_base finds nothing to quantize in this model",
             have=few(kinds) or "no linear layers",
-            want=f"linear layers with a multiple of {BLOCK} inputs",
+            want=f"linear layers with a multiple of {NF4_BLOCK} inputs",
             do="set model.lora.quantize_base=none",
         )
     return kinds
