@@ -366,6 +366,7 @@ def test_what_is_not_known_of_an_engine_is_not_refused(root: Path) -> None:
             )
 
 
+@pytest.mark.nightly
 def test_a_run_with_ones_own_is_the_run_without(root: Path) -> None:
     """Engine, generator and tracker of a file: a dry run, a run, and one that is killed and resumed."""
     plain = done(root, "rl", "rl.yaml", *SHORT, "name=plain")

@@ -383,6 +383,7 @@ def test_the_runs_own_sampling_is_compared(name: str, monkeypatch: Patch) -> Non
 
 
 @pytest.mark.parametrize("family", by_day(["qwen3_moe", "mixtral", "gemma2", "nemotron_h", "lfm2"], ["gemma2"]))  # fmt: skip
+@pytest.mark.nightly
 def test_what_bf16_rounds_passes(family: str) -> None:
     """Also where rounding sends tokens to other experts."""
     fields = {"layer_types": ["conv", "full_attention"] * 16} if family == "lfm2" else {}

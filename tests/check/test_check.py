@@ -139,6 +139,7 @@ def test_right_layouts_pass(root: Path, world: int) -> None:
         assert set(found.kinds) == set(order)
 
 
+@pytest.mark.nightly
 def test_layouts_that_share_a_micro_batch_or_the_weights_pass(root: Path) -> None:
     cases = [
         Case(config_of(root, RL, engine={"precision": "fp32", shared: 2}))
@@ -381,6 +382,7 @@ def test_the_experts_of_a_critic_are_evened_out_where_it_has_some(
     ],
     ids=str,
 )
+@pytest.mark.nightly
 def test_a_shrunken_model_can_be_cut_as_the_whole_one(
     root: Path, family: str, degrees: dict[str, int]
 ) -> None:

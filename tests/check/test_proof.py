@@ -395,6 +395,7 @@ def test_the_page_of_models_names_what_is_compared() -> None:
         ("deepseek_v3", "qwen2_moe"),
     ),
 )
+@pytest.mark.nightly
 def test_families_outside_the_table_pass(family: str) -> None:
     prove(listed_config(family))
 
@@ -410,11 +411,13 @@ def test_families_that_would_be_wrong_are_refused(family: str) -> None:
 
 
 @pytest.mark.parametrize("rslora", [False, True])
+@pytest.mark.nightly
 def test_an_adapter_with_a_large_factor_passes(rslora: bool) -> None:
     lora = LoraConfig(rank=4, alpha=32.0, rslora=rslora)
     prove(AutoConfig.for_model("mistral"), lora=lora, generates=False)
 
 
+@pytest.mark.nightly
 def test_what_recomputation_would_do_twice_is_found(tmp_path: Path) -> None:
     """A sum in a product's own memory, which selective checkpointing keeps."""
     added = ("hidden_states = residual + hidden_states\n\n", "hidden_states += residual\n\n")
@@ -442,6 +445,7 @@ def test_adapters_of_layers_that_a_model_reads_by_itself_are_refused(recomputed:
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
+@pytest.mark.nightly
 def test_attention_that_is_wrong_in_bf16_alone_is_found(
     precision: Literal["bf16", "fp32"], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -470,6 +474,7 @@ def test_a_transform_of_logits_that_is_not_known_is_found(
         prove(listed_config(family))
 
 
+@pytest.mark.nightly
 def test_what_is_proven_is_remembered(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -512,6 +517,7 @@ def test_values_of_which_no_model_can_be_built_are_refused(fields: dict[str, Any
 
 
 @pytest.mark.parametrize("has_units", [False, True])
+@pytest.mark.nightly
 def test_latent_attention_is_generated_right_from_both_caches(
     has_units: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

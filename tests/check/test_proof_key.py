@@ -96,6 +96,7 @@ CHANGES: dict[str, tuple[Callable[[Path], None], Callable[[Path], None]]] = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.nightly
 def test_what_is_installed_changes_the_place_of_a_proof(
     change: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -112,6 +113,7 @@ def test_what_is_installed_changes_the_place_of_a_proof(
 @pytest.mark.parametrize(
     "name", ["USE_HUB_KERNELS", "ATEN_CPU_CAPABILITY", "NVIDIA_TF32_OVERRIDE", "ONEDNN_VERBOSE"]
 )
+@pytest.mark.nightly
 def test_settings_of_kernels_change_the_place(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     config = AutoConfig.for_model("lfm2")
     first = proof_place(config, CPU, [])

@@ -30,6 +30,7 @@ def test_every_flipped_bit_is_found_and_named(step):
     assert [words for flip in chosen for words in check_flip(step, flip)] == []
 
 
+@pytest.mark.nightly
 def test_of_several_blocks_the_damaged_one_is_named(tmp_path):
     step = make_step(tmp_path, BIG_SHAPES)
     chosen = list(itertools.islice(flips(step, random.Random(2)), 40))

@@ -108,6 +108,7 @@ def test_the_most_tokens_may_change(work: Path, talk: Talk) -> None:
     assert long.startswith(short)
 
 
+@pytest.mark.nightly
 def test_sampling_differs_at_each_start_but_not_with_a_seed(
     work: Path, tmp_path: Path, talk: Talk
 ) -> None:
@@ -123,6 +124,7 @@ def test_sampling_differs_at_each_start_but_not_with_a_seed(
     assert greedy == talk("1+1=\n", "runs/run", "--max-tokens", 9)[1]
 
 
+@pytest.mark.nightly
 def test_two_models_answer_by_turns(work: Path, talk: Talk) -> None:
     step = Path("runs/run/checkpoints/step-00000001")
     limits = (FP32, "--max-tokens", 3)
@@ -135,6 +137,7 @@ def test_two_models_answer_by_turns(work: Path, talk: Talk) -> None:
     assert {*lines[2::4]} == {"[run step 1]"}
 
 
+@pytest.mark.nightly
 def test_conversations_are_saved_as_rows_to_train_on(
     work: Path, tmp_path: Path, talk: Talk
 ) -> None:

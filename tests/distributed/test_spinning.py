@@ -66,6 +66,7 @@ def threads_when_crowded(**environ: str) -> list[int]:
     not Path("/proc/self/schedstat").is_file() or len(os.sched_getaffinity(0)) < 2,
     reason="the kernel does not tell who waits, or one core has no threads to wait",
 )
+@pytest.mark.nightly
 def test_teams_sleep_beside_the_work_while_others_take_the_cores() -> None:
     before, watched, most, after, is_equal = threads_when_crowded()
     assert watched == before + 1

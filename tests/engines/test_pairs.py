@@ -34,6 +34,7 @@ def mixture(tmp_path: Path) -> Path:
     return save_tiny(tmp_path / "m", "qwen3_moe", torch.float32, tie_word_embeddings=True)
 
 
+@pytest.mark.nightly
 def test_layouts_are_saved_and_loaded(mixture: Path, tmp_path: Path) -> None:
     """Those of one process and of two, each by another one."""
     few = {world: LAYOUTS[world] for world in (1, 2)}

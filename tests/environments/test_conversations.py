@@ -146,6 +146,7 @@ def test_log_probs_are_the_turns_own_and_zero_elsewhere():
     assert completion.versions[-1] == 1
 
 
+@pytest.mark.nightly
 def test_rewards_of_turns_are_added_by_name():
     (right, wrong), *_ = play("Rewarding", [[CALL, "It is 12."], ["It is 13."]])
     assert right.reward == 1.25

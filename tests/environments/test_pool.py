@@ -69,9 +69,8 @@ def test_a_lost_process_costs_one_conversation_only(how, timeout):
         assert contents(say(pool, "a")) == ["3"]
 
 
-@pytest.mark.parametrize(
-    ("how", "timeout"), [("drop", 60.0), pytest.param("cling", 10.0, marks=pytest.mark.nightly)]
-)
+@pytest.mark.parametrize(("how", "timeout"), [("drop", 60.0), ("cling", 10.0)])
+@pytest.mark.nightly
 def test_an_environment_that_does_not_close_costs_no_conversation(how, timeout):
     with pool_of("Clinging", first=0, timeout_seconds=timeout) as pool:
         pool.begin({key: ({}, 7) for key in KEYS})
@@ -83,6 +82,7 @@ def test_an_environment_that_does_not_close_costs_no_conversation(how, timeout):
         assert contents(say(pool, "a")) == ["3"]
 
 
+@pytest.mark.nightly
 def test_what_a_tool_started_in_a_session_of_its_own_ends_with_its_process():
     with begun() as pool:
         (pid,) = contents(say(pool, "leave"))
@@ -90,6 +90,7 @@ def test_what_a_tool_started_in_a_session_of_its_own_ends_with_its_process():
     until_gone(int(pid))
 
 
+@pytest.mark.nightly
 def test_an_environment_that_does_not_repeat_is_not_gone_on_with():
     with pool_of("Forgetful") as pool:
         pool.begin({key: ({}, 7) for key in KEYS})
@@ -107,6 +108,7 @@ def test_what_is_no_answer_is_a_failure(counting, what):
     assert contents([other]) == ["1"]
 
 
+@pytest.mark.nightly
 def test_a_flood_is_cut(counting):
     (answer,) = say(counting, "flood")
     assert len(answer.observation.messages[0]["content"]) == 1 << 20

@@ -83,6 +83,7 @@ def test_images_have_the_same_answer_before_and_after(tmp_path, kind, trainer):
     assert old["vision_config"] == new["vision_config"]
 
 
+@pytest.mark.nightly
 def test_a_trained_model_keeps_its_other_tensors_and_resumes_with_those_of_the_step(tmp_path):
     """The language model changes, in bf16; the directory that training began from is damaged in between."""
     make_files(tmp_path)

@@ -150,6 +150,7 @@ def test_what_is_no_method_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert issubclass(package.OfflineMethod, package.Method)
 
 
+@pytest.mark.nightly
 def test_rejection_sampling_learns_from_the_best_alone(work: Path) -> None:
     found = re.search(r'^```python title="rejection.py"\n(.*?)^```', GUIDE.read_text(), re.M | re.S)
     assert found is not None

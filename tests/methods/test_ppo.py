@@ -124,6 +124,7 @@ def test_stopped_by_a_signal_before_the_first_step_and_between_two_updates(
     assert outcome(done(work, *argv)) == outcome(in_peace)
 
 
+@pytest.mark.nightly
 def test_a_checkpoint_without_a_critic_is_refused_and_stays_as_it_is(work: Path) -> None:
     run = done(work, "rl", "rl.yaml", "name=alone", "steps=2")
     recorded = run / "config.yaml"

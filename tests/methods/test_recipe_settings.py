@@ -45,6 +45,7 @@ def test_a_run_counts_in_shares_and_epochs(work):
 
 
 @pytest.mark.parametrize("weights", by_day([[], ["data.weights=[1, 1]"]], [[]]))
+@pytest.mark.nightly
 def test_rows_that_are_held_out_never_train(work, weights):
     """Of two files with equal rows, in all epochs and on any number of processes; a killed run goes on with the same rows."""
     rows = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(4) for b in range(4)]
@@ -68,6 +69,7 @@ def test_rows_that_are_held_out_never_train(work, weights):
     assert not asked.keys() & {row["prompt"] for row in rollouts(again, 6)}
 
 
+@pytest.mark.nightly
 def test_a_share_of_the_examples_is_validated_as_a_file_of_them_is(work):
     rows = [json.loads(line) for line in (work / "train.jsonl").read_text().splitlines()]
     run = done(work, "sft", "sft.yaml", "name=share", "steps=1", "data.max_rows=20", *HELD_OUT)

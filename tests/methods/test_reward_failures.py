@@ -97,18 +97,14 @@ def test_an_evaluation_leaves_out_what_nobody_judges(work: Path) -> None:
     ("settings", "world"),
     [
         ([], 1),
-        *(
-            pytest.param(*each, marks=pytest.mark.nightly)
-            for each in [
-                (["rollout.ahead=2", "algorithm.mismatch_cap=2"], 1),
-                ([*IN_A_CHILD, "algorithm.mismatch_cap=2"], 1),
-                (["algorithm.dynamic_sampling.enabled=true"], 1),
-                ([], 2),
-            ]
-        ),
+        (["rollout.ahead=2", "algorithm.mismatch_cap=2"], 1),
+        ([*IN_A_CHILD, "algorithm.mismatch_cap=2"], 1),
+        (["algorithm.dynamic_sampling.enabled=true"], 1),
+        ([], 2),
     ],
     ids=["plain", "ahead", "child", "dynamic", "ranks"],
 )
+@pytest.mark.nightly
 def test_a_run_that_loses_its_rewards_saves_and_goes_on_when_they_are_mended(
     work: Path, settings: list[str], world: int, request: pytest.FixtureRequest
 ) -> None:

@@ -178,6 +178,7 @@ def test_a_processor_without_products_in_bf16_is_named_once(
     assert sum("set engine.precision=fp32" in each for each in said) == warnings
 
 
+@pytest.mark.nightly
 def test_while_the_critic_learns_alone_the_policy_is_not_scored_and_its_schedule_waits(
     work: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -212,6 +213,7 @@ def test_while_the_critic_learns_alone_the_policy_is_not_scored_and_its_schedule
     assert critic == [learning_rate(step, 4, optim) for step in range(4)]
 
 
+@pytest.mark.nightly
 def test_the_reference_is_kept_in_the_dtype_of_computing_and_says_the_same(
     work: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -243,6 +245,7 @@ class Off(BuiltinGenerator):
         ]
 
 
+@pytest.mark.nightly
 def test_the_generator_is_held_to_the_engine_and_its_mismatch_corrected(
     work: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -271,6 +274,7 @@ def test_the_generator_is_held_to_the_engine_and_its_mismatch_corrected(
     assert shifted["actor/grad_norm"] == pytest.approx(1.2 * plain["actor/grad_norm"], rel=1e-4)
 
 
+@pytest.mark.nightly
 def test_several_epochs_learn_from_the_same_mini_batches_and_resume_exactly(
     work: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -42,6 +42,7 @@ def config_of(name: str, replay: str, **settings: Any) -> RunConfig:
 
 
 @pytest.mark.parametrize("replay", ["recompute", "rollout"])
+@pytest.mark.nightly
 def test_old_logprobs_are_exactly_those_of_the_first_update(
     work: Path, monkeypatch: pytest.MonkeyPatch, replay: str
 ) -> None:

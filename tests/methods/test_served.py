@@ -47,6 +47,7 @@ MARKED = [c if c == "ahead" else pytest.param(c, marks=pytest.mark.nightly) for 
 
 
 @pytest.mark.parametrize("case", MARKED)
+@pytest.mark.nightly
 def test_processes_beside_the_ranks_draw_what_a_generator_inside_draws(
     work: Path, case: str
 ) -> None:

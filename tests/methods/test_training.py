@@ -205,6 +205,7 @@ def test_steps_are_saved_from_time_to_time_and_a_run_that_fails_has_its_report(w
     assert '"state":"failed"' in (run / "report.html").read_text()
 
 
+@pytest.mark.nightly
 def test_a_line_killed_before_it_is_logged_is_not_lost_and_one_logged_is_kept(work):
     argv = ["sft", "sft.yaml", "name=line", "steps=3", "checkpoint.save_every=1"]
     run = work / "runs/line"
@@ -228,6 +229,7 @@ def test_a_line_killed_before_it_is_logged_is_not_lost_and_one_logged_is_kept(wo
     assert json.dumps(read_metrics(run / "metrics.jsonl")) == json.dumps(finished)
 
 
+@pytest.mark.nightly
 def test_the_reference_is_the_initial_model(work):
     argv = ["algorithm.kl.coef=0.5", "evaluation.every=0"]
     run = done(work, "rl", "rl.yaml", "name=reference", "steps=3", *argv)
@@ -378,6 +380,7 @@ def test_completions_of_one_token(work):
 
 
 @pytest.mark.parametrize("kind", by_day(["sft", "rl"], ["rl"]))
+@pytest.mark.nightly
 def test_a_mixture_with_a_curriculum_goes_on_where_it_was(work, kind):
     """Rows of two files, three to one and from easy to hard, on one rank, then killed and resumed on two."""
     easy = [{"prompt": f"{n}+0=", "completion": f"{n}", "hard": n % 3} for n in range(9)]

@@ -340,12 +340,14 @@ def test_a_deadline_bounds_the_wait_and_kills_what_the_function_started(
     until_gone(int(pid_file.read_text()))
 
 
+@pytest.mark.nightly
 def test_a_child_of_a_dead_worker_is_not_waited_for(make_pool, texts) -> None:
     """It has a copy of the connection, which therefore stays open."""
     (rollout,) = make_pool("dies_and_leaves_a_child", timeout_seconds=15.0).score(texts("x"))
     assert "exit status 7" in rollout.reward_error
 
 
+@pytest.mark.nightly
 def test_a_process_that_a_function_forks_answers_nothing(make_pool, texts) -> None:
     pool = make_pool("returns_twice")
     for numbers in ("12", "34", "56"):
@@ -370,6 +372,7 @@ def test_a_worker_has_the_arguments_and_the_modules_of_its_run(
         assert pool.score(texts("a"))[0].reward == 1.5
 
 
+@pytest.mark.nightly
 def test_a_pattern_that_backtracks_for_ever_meets_its_deadline(make_pool, texts) -> None:
     pool = make_pool("regex", kwargs={"pattern": "(a+)+b"}, timeout_seconds=1.0)
     hangs, matches = pool.score(texts("a" * 60, "aab"))
@@ -394,6 +397,7 @@ def test_a_function_that_hangs_on_everything_is_given_up(make_pool, texts, monke
     assert [r.reward_error for r in pool.score(texts("fine"))] == [None]  # and it is tried again
 
 
+@pytest.mark.nightly
 def test_a_function_that_ends_its_process_on_everything_is_given_up(
     make_pool, texts, monkeypatch
 ) -> None:
@@ -431,6 +435,7 @@ def test_only_the_completion_fails_whose_process_ends_always(make_pool, texts, c
     assert any("ends_with ended (signal SIGKILL)" in each.message for each in caplog.records)
 
 
+@pytest.mark.nightly
 def test_parts_of_a_call_have_their_own_columns(make_pool, make_rollout) -> None:
     """A column that some rows lack is None there, and stays beside its completion in each part."""
     rollouts = [
@@ -466,6 +471,7 @@ def test_a_function_that_ends_most_of_its_processes_is_asked_a_bounded_number_of
     assert len(mark.read_text()) < 64
 
 
+@pytest.mark.nightly
 def test_an_idle_worker_that_is_killed_costs_no_reward(make_pool, texts) -> None:
     pool = make_pool("process", workers=1)
     (first,) = pool.score(texts("a"))
@@ -625,6 +631,7 @@ def test_a_blocked_event_loop_costs_only_the_calls_that_had_begun(
     assert [r.reward_error for r in pool.score(texts("fine"))] == [None]
 
 
+@pytest.mark.nightly
 def test_an_async_function_that_always_hangs_is_given_up(make_pool, texts, monkeypatch) -> None:
     monkeypatch.setattr("burnish.rewards.pool._MAX_TIMEOUTS", 2)
     pool = make_pool("async_temper", concurrency=8, workers=2, timeout_seconds=0.5)
@@ -677,6 +684,7 @@ def test_close_ends_the_workers(make_pool, texts) -> None:
         os.kill(int(rollout.reward_parts["process"]), 0)
 
 
+@pytest.mark.nightly
 def test_a_worker_ends_when_its_parent_is_killed(tmp_path: Path) -> None:
     source = tmp_path / "user_rewards.py"
     source.write_text(SOURCE)
@@ -727,6 +735,7 @@ def test_a_function_that_cannot_be_used_is_refused_at_once(make_pool, tmp_path: 
         ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", "signal SIGSEGV"),
     ],
 )
+@pytest.mark.nightly
 def test_a_module_that_ends_the_process(tmp_path: Path, source: str, have: str) -> None:
     (tmp_path / "ends.py").write_text(source)
     config = RewardConfig(functions=[RewardFunctionConfig(function=f"{tmp_path}/ends.py:f")])
@@ -734,6 +743,7 @@ def test_a_module_that_ends_the_process(tmp_path: Path, source: str, have: str) 
         RewardPool(config)
 
 
+@pytest.mark.nightly
 def test_a_module_that_ends_the_process_once_is_imported_again(tmp_path: Path, texts) -> None:
     """Also between calls, when a worker that died is replaced."""
     (tmp_path / "once.py").write_text(

@@ -143,6 +143,7 @@ def test_errors_of_rewards_are_recorded_and_counted(work, kind):
     assert {(row["reward"], row["advantage"]) for row in failed} == {("NaN", 0.0)}
 
 
+@pytest.mark.nightly
 def test_rewards_that_fail_for_all_end_the_run_which_goes_on_when_they_are_mended(work):
     argv = ["rl", "rl.yaml", "name=all_fail", "evaluation.every=0", "evaluation.before=false", "checkpoint.save_every=1",
         "reward.functions=[{function: 'mended.py:score'}]"]  # fmt: skip

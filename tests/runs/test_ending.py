@@ -83,6 +83,7 @@ def test_an_error_before_the_first_step(work: Path) -> None:
     assert facts["reason"]["do"]
 
 
+@pytest.mark.nightly
 def test_an_error_of_another_rank_is_the_reason(work: Path) -> None:
     commands = ranks(work, [*BREAKS, "name=rank"], 2)
     assert [command.wait() for command in commands] == [1, 2]

@@ -31,6 +31,7 @@ def new_machine(work):
     shutil.rmtree(work / "runs")
 
 
+@pytest.mark.nightly
 def test_another_machine_goes_on_as_if_nothing_had_been(work):
     peace = outcome(done(work, *SFT, "name=peace"))
     argv = [*SFT, "name=moved", f"checkpoint.mirror=file://{work}/far"]

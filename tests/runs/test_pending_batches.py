@@ -482,10 +482,11 @@ def test_killed_after_every_step(work: Path, in_peace: Path) -> None:
     ("later", "wanted"),
     [
         (1, [0, 0, 0, 1, 2, 4]),
-        pytest.param(0, [0, 0, 0, 1, 2, 5], marks=pytest.mark.nightly),
-        pytest.param(4, [0, 0, 0, 1, 2, 3], marks=pytest.mark.nightly),
+        (0, [0, 0, 0, 1, 2, 5]),
+        (4, [0, 0, 0, 1, 2, 3]),
     ],
 )
+@pytest.mark.nightly
 def test_it_goes_on_with_another_number(
     work: Path, in_peace: Path, later: int, wanted: list[int]
 ) -> None:
@@ -503,6 +504,7 @@ def test_it_goes_on_with_another_number(
     assert rows[0] == rows[1]
 
 
+@pytest.mark.nightly
 def test_a_step_with_batches_is_checked_set_aside_exported_and_shown(
     work: Path, in_peace: Path
 ) -> None:

@@ -53,7 +53,8 @@ def test_three_processes_go_on_from_two(work, of_one):
     assert_same(done(work, "sft", "sft.yaml", "name=by_three", world=3), of_one("sft"))
 
 
-@pytest.mark.parametrize("kind", ["sft", pytest.param("rl", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("kind", ["sft", "rl"])
+@pytest.mark.nightly
 def test_an_epoch_is_every_sample_once_on_any_number_of_processes_and_when_prolonged(work, kind):
     """Of 30 samples, one is left for its last step, which is less than a process each."""
     size = ["batch.examples=29", "batch.prompts=29", "batch.minibatches=1"]

@@ -175,6 +175,7 @@ class Touch:
         return (os.system, (f"touch {self.path}",))
 
 
+@pytest.mark.nightly
 def test_code_in_a_verl_checkpoint_is_not_run(tmp_path, assets, root):
     source = save_verl({"w": torch.ones(1), "x": Touch(tmp_path / "touched")}, tmp_path / "actor")
     with pytest.raises(CorruptError) as caught:
