@@ -128,7 +128,6 @@ def test_it_trains_on_a_base_in_four_bits_as_peft_on_bitsandbytes_layers_does(
     tmp_path: Path, family: str, world: int, changes: dict[str, Any]
 ) -> None:
     """Layers with 96 inputs stay as they are, for transformers by their names."""
-    pytest.importorskip("bitsandbytes")
     lora = LoraConfig(rank=3, alpha=5.0, quantize_base="nf4")
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "head_dim": 16}
     path = save_tiny(tmp_path / "m", family, torch.float32, **sizes)
