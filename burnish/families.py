@@ -25,6 +25,7 @@ _GLM4_NORMS = (
     "post_attention_layernorm", "post_mlp_layernorm",
 )  # fmt: skip
 _LONG_NAMES = ("query_layernorm", "key_layernorm")
+_LATENT_NORMS = ("q_a_layernorm", "kv_a_layernorm")
 _MIXTRAL_MLP = ("w1", "w3", "w2")
 _FUSED_MLP = ("gate_up_proj", "gate_up_proj", "down_proj")
 
@@ -173,6 +174,8 @@ FAMILIES: Mapping[str, Family] = {
         expert_projections=_MIXTRAL_MLP,
     ),
     "solar_open": _by_sigmoid(),
+    **dict.fromkeys(("minicpm3", "youtu"), _undescribed(query_norm_names=_LATENT_NORMS)),
+    **dict.fromkeys(("deepseek_v3", "glm4_moe_lite"), _by_sigmoid(query_norm_names=_LATENT_NORMS)),
     "gpt_oss": _on_torch(has_router=True, softmax_of_chosen=True),
     "qwen3_next": _on_torch(has_router=True),
     "qwen3_5_moe_text": _on_torch(has_router=True),

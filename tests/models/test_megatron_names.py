@@ -155,7 +155,7 @@ def test_a_rank_of_padding_alone_holds_nothing() -> None:
         "embedding.position_embeddings.weight",
         "decoder.layers.0.mlp.shared_experts.linear_fc1.weight",
         "decoder.layers.0.mlp.router.expert_bias",
-        "decoder.layers.0.self_attention.linear_q_down_proj.weight",
+        "decoder.layers.0.mixer.in_proj.weight",
     ],
 )
 def test_an_unknown_parameter_is_refused_by_name(name: str) -> None:

@@ -24,6 +24,7 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
+from megatron.core.transformer.multi_latent_attention import MLASelfAttentionSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import (
     TransformerBlockSubmodules,
@@ -40,6 +41,7 @@ from transformers import PretrainedConfig
 
 from burnish.config.schema import EngineConfig
 from burnish.engines.base import compute_dtype
+from burnish.engines.megatron.latent_attention import LatentAttention
 from burnish.engines.megatron.mesh import MegatronMesh
 from burnish.engines.megatron.modules import (
     LayerModules,
@@ -52,6 +54,7 @@ from burnish.engines.megatron.modules import (
     RoutedLayer,
     SharedExpert,
     layer_modules,
+    whole_linear,
 )
 from burnish.engines.megatron.traits import ModelTraits, model_traits
 from burnish.models.heads import has_value_head
@@ -107,7 +110,7 @@ class PackedGPT(GPTModel):
         """The value head, in the last stage of a model that has one."""
         if self.post_process and value_bias is not None:
             del self.output_layer
-            self.score = _score_head(self.config, bias=value_bias)
+            self.score = whole_linear(self.config, 1, bias=value_bias)
 
     def forward(
         self, plan: ScoringPlan, temperature: float = 1.0, routing: Routing | None = None
@@ -130,6 +133,8 @@ class PackedGPT(GPTModel):
         for kind in self._traits.rotations:
             of_kind = (kind,) if kind else ()
             angles = self._rotary[0](plan.positions.float(), plan.positions[None], *of_kind)
+            if isinstance(angles, Tensor):  # DeepSeek-V2's are complex numbers, one for two dims
+                angles = [part.repeat(1, 1, 2) for part in (angles.real, angles.imag)]
             yield kind, rotation_of(*angles)
 
     def _embedded(self, ids: Tensor) -> Tensor:
@@ -170,21 +175,6 @@ class PackedGPT(GPTModel):
         return TokenOutputs(logprobs=plan.spread(logprobs), entropy=plan.spread(entropy))
 
 
-def _score_head(config: TransformerConfig, *, bias: bool) -> nn.Linear:
-    """Make a head with undefined weights. Its gradient covers this rank's tokens, as a norm's does."""
-    head: nn.Linear = nn.utils.skip_init(  # type: ignore[no-untyped-call]
-        nn.Linear,
-        config.hidden_size,
-        1,
-        bias=bias,
-        device=torch.cuda.current_device(),
-        dtype=config.params_dtype,
-    )
-    for parameter in head.parameters():
-        parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
-    return head
-
-
 def build_stages(
     hf_config: PretrainedConfig, config: EngineConfig, mesh: MegatronMesh, device: torch.device
 ) -> list[PackedGPT]:
@@ -214,7 +204,7 @@ def _transformer_config(
         hidden_size=sizes.hidden,
         num_attention_heads=sizes.heads,
         num_query_groups=sizes.key_heads,
-        kv_channels=sizes.head_dim,
+        kv_channels=sizes.head_dim if traits.latent is None else traits.latent.values,
         ffn_hidden_size=hf_config.intermediate_size,
         normalization="RMSNorm",
         layernorm_epsilon=traits.epsilon,
@@ -348,11 +338,9 @@ def _layer(
     mesh: MegatronMesh,
 ) -> ModuleSpec:
     own = traits.layers[layer]
-    family = traits.family
     before, behind, before_mlp, behind_mlp = traits.block_norms
     mixture = own.has_experts
     router = sum(each.has_experts for each in traits.layers[:layer])
-    core = partial(PackedCoreAttention, traits=own, family=family, norm=modules.norm)
 
     def residual(norm: str) -> Any:
         if not norm and own.factor == 1:
@@ -360,13 +348,6 @@ def _layer(
         how = {"config": transformer, "norm": modules.norm if norm else None, "factor": own.factor}
         return ModuleSpec(module=NormedResidual, params=how)
 
-    attention = SelfAttentionSubmodules(
-        linear_qkv=modules.column if before else modules.plain_column,
-        core_attention=core,
-        linear_proj=modules.row,
-        q_layernorm=_query_norm(traits, traits.sizes.heads, modules, mesh),
-        k_layernorm=_query_norm(traits, traits.sizes.key_heads, modules, mesh),
-    )
     fc1 = modules.column if before_mlp else modules.plain_column
     mlp = ModuleSpec(module=MLP, submodules=MLPSubmodules(linear_fc1=fc1, linear_fc2=modules.row))
     shared = MLPSubmodules(linear_fc1=modules.plain_column, linear_fc2=modules.row)
@@ -376,23 +357,49 @@ def _layer(
         shared_experts=ModuleSpec(module=SharedExpert, submodules=shared),
     )
     experts = ModuleSpec(module=MoELayer, submodules=routed)
+    # Only a norm before one matrix can be included in it.
+    norm_before = modules.block_norm if traits.latent is None else modules.norm
     norm_before_mlp = modules.norm if mixture else modules.block_norm
     return ModuleSpec(
         module=RoutedLayer if mixture else TransformerLayer,
         params={"router": router} if mixture else {},
         submodules=TransformerLayerSubmodules(
-            input_layernorm=modules.block_norm if before else IdentityOp,
-            self_attention=ModuleSpec(
-                module=SelfAttention,
-                params={"attn_mask_type": AttnMaskType.causal},
-                submodules=attention,
-            ),
+            input_layernorm=norm_before if before else IdentityOp,
+            self_attention=_attention(traits, layer, modules, mesh),
             self_attn_bda=residual(behind),
             pre_mlp_layernorm=norm_before_mlp if before_mlp else IdentityOp,
             mlp=experts if mixture else mlp,
             mlp_bda=residual(behind_mlp),
         ),
     )
+
+
+def _attention(
+    traits: ModelTraits, layer: int, modules: LayerModules, mesh: MegatronMesh
+) -> ModuleSpec:
+    own = traits.layers[layer]
+    core = partial(PackedCoreAttention, traits=own, family=traits.family, norm=modules.norm)
+    params: dict[str, Any] = {"attn_mask_type": AttnMaskType.causal}
+    if traits.latent is None:
+        plain = SelfAttentionSubmodules(
+            linear_qkv=modules.column if traits.block_norms[0] else modules.plain_column,
+            core_attention=core,
+            linear_proj=modules.row,
+            q_layernorm=_query_norm(traits, traits.sizes.heads, modules, mesh),
+            k_layernorm=_query_norm(traits, traits.sizes.key_heads, modules, mesh),
+        )
+        return ModuleSpec(module=SelfAttention, params=params, submodules=plain)
+    latent = MLASelfAttentionSubmodules(
+        linear_q_proj=modules.plain_column,
+        linear_q_up_proj=modules.plain_column,
+        linear_kv_up_proj=modules.plain_column,
+        core_attention=partial(core, traits=replace(own, rotation=None)),
+        linear_proj=modules.row,
+        q_layernorm=modules.norm,
+        kv_layernorm=modules.norm,
+    )
+    params |= {"traits": traits.latent, "rotation": own.rotation}
+    return ModuleSpec(module=LatentAttention, params=params, submodules=latent)
 
 
 def _query_norm(

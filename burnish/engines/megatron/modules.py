@@ -104,7 +104,7 @@ class PackedCoreAttention(nn.Module):
         if self.rotation is not None:
             rotation = packed_seq_params.rotations[self.rotation]
             query, key = (
-                _turned(part, rotation, neighbours=self.neighbours) for part in (query, key)
+                turned(part, rotation, neighbours=self.neighbours) for part in (query, key)
             )
         if self.q_layernorm is not None and self.k_layernorm is not None:
             query = self.q_layernorm(query)
@@ -114,7 +114,7 @@ class PackedCoreAttention(nn.Module):
         return output[0].flatten(1)[:, None]
 
 
-def _turned(heads: Tensor, rotation: Rotation, *, neighbours: bool) -> Tensor:
+def turned(heads: Tensor, rotation: Rotation, *, neighbours: bool) -> Tensor:
     """Rotate the first dims of `heads` [T, heads, d], as many as `rotation` has.
 
     With `neighbours`, each even dim turns with the next one, and even dims come first in the result: queries and keys in the same order
@@ -127,6 +127,21 @@ def _turned(heads: Tensor, rotation: Rotation, *, neighbours: bool) -> Tensor:
         turned = torch.cat((turned[..., ::2], turned[..., 1::2]), dim=-1)
     turned = rotate(turned, rotation)
     return torch.cat((turned, rest), dim=-1) if rest.shape[-1] else turned
+
+
+def whole_linear(config: TransformerConfig, outputs: int, *, bias: bool = False) -> nn.Linear:
+    """Make a matrix that every tensor rank holds, with undefined weights. Its gradient covers this rank's tokens, as a norm's does."""
+    layer: nn.Linear = nn.utils.skip_init(  # type: ignore[no-untyped-call]
+        nn.Linear,
+        config.hidden_size,
+        outputs,
+        bias=bias,
+        device=torch.cuda.current_device(),
+        dtype=config.params_dtype,
+    )
+    for parameter in layer.parameters():
+        parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+    return layer
 
 
 class RMSNorm(nn.Module):

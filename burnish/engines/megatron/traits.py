@@ -22,6 +22,11 @@ _ACTIVATIONS: Mapping[str, Activation] = {
     "silu": functional.silu,
     "gelu_pytorch_tanh": partial(functional.gelu, approximate="tanh"),
 }
+_LATENT = "kv_a_proj_with_mqa"
+_OF_LATENTS = [
+    *("q_proj.weight", "q_a_proj.weight", "q_a_layernorm.weight", "q_b_proj.weight"),
+    *(f"{_LATENT}.weight", "kv_a_layernorm.weight", "kv_b_proj.weight"),
+]
 _EXPERTS = ("gate.weight", "experts.gate_up_proj", "experts.down_proj")
 
 
@@ -41,6 +46,26 @@ class LayerTraits:
     """Of the outputs of attention and MLP, before they are added to the hidden state."""
     has_experts: bool
     """The MLP is a router and experts."""
+
+
+@dataclass(frozen=True, slots=True)
+class LatentTraits:
+    """Widths of latent attention (arXiv 2405.04434, section 2.1)."""
+
+    query_rank: int | None
+    """Of the queries' latent; None: queries come from the hidden state."""
+    key_rank: int
+    """Of the latent of keys and values."""
+    unrotated: int
+    """Of the part of a query or key that has no position."""
+    rotated: int
+    """Of the part that has one, of which all heads have the same key."""
+    values: int
+    """Of a head's values."""
+    neighbours: bool
+    """See `Family.rotates_neighbours`."""
+    epsilon: float
+    """Of the latents' RMSNorms."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +89,8 @@ class ModelTraits:
     """Columns of the expert that every token goes to; 0: there is none."""
     gates_shared: bool
     """That expert's output is multiplied by the sigmoid of a gate."""
+    latent: LatentTraits | None
+    """Of its latent attention; None: queries, keys and values come from the hidden state."""
     rotary: Callable[[PretrainedConfig], nn.Module]
     """Makes the module of rotary positions."""
     rotations: tuple[str, ...]
@@ -101,6 +128,9 @@ def model_traits(hf_config: PretrainedConfig) -> ModelTraits:
             want="a model without it",
             do="set engine.kind=torch",
         )
+    attention = layers[0].self_attn
+    values = getattr(attention, family.qkv_name.format(part="v"), None)
+    latent = _latent(attention, hf_config, family) if hasattr(attention, _LATENT) else None
     by_type = any(isinstance(each, Mapping) for each in hf_config.rope_parameters.values())
     shared = (getattr(layer.mlp, family.shared_expert or "-", None) for layer in layers)
     widths = (each.down_proj.in_features for each in shared if each is not None)
@@ -117,11 +147,12 @@ def model_traits(hf_config: PretrainedConfig) -> ModelTraits:
         ),
         activation=_ACTIVATIONS[_activation(hf_config)],
         epsilon=hf_config.rms_norm_eps,
-        qkv_bias=getattr(layers[0].self_attn, family.qkv_name.format(part="q")).bias is not None,
+        qkv_bias=getattr(values, "bias", None) is not None,
         block_norms=(norms[0], norms[1], norms[2], norms[3]),
         embedding_factors=(scale, getattr(hf_config, "embedding_multiplier", 1.0)),
         shared_width=next(widths, 0),
         gates_shared=any(hasattr(layer.mlp, f"{family.shared_expert}_gate") for layer in layers),
+        latent=latent,
         rotary=type(model.base_model.rotary_emb),
         rotations=tuple(sorted(set(hf_config.layer_types))) if by_type else ("",),
     )
@@ -141,8 +172,20 @@ def _layer(
         window=window,
         softcap=attention.attn_logit_softcapping if family.caps_scores else None,
         rotation=rotation if rotates else None,
-        factor=getattr(layer, "residual_multiplier", 1.0),
+        factor=getattr(layer, "residual_multiplier", getattr(layer, "residual_scale", 1.0)),
         has_experts=hasattr(layer.mlp, "experts"),
+    )
+
+
+def _latent(attention: Any, hf_config: PretrainedConfig, family: Family) -> LatentTraits:
+    return LatentTraits(
+        query_rank=attention.q_lora_rank,
+        key_rank=attention.kv_lora_rank,
+        unrotated=attention.qk_nope_head_dim,
+        rotated=attention.qk_rope_head_dim,
+        values=attention.v_head_dim,
+        neighbours=getattr(hf_config, "rope_interleave", family.rotates_neighbours),
+        epsilon=attention.kv_a_layernorm.variance_epsilon,
     )
 
 
@@ -157,7 +200,7 @@ def _uncomputed(hf_config: PretrainedConfig, family: Family, layers: Any) -> Ite
         yield "bounds of queries, keys and values (clip_qkv)"
     if not all(layer.self_attn.is_causal for layer in layers):
         yield "attention to later tokens (use_bidirectional_attention)"
-    known = _computed(family)
+    known = _computed(family, hasattr(layers[0].self_attn, _LATENT))
     for name, _ in layers.named_parameters():
         if name.split(".", 1)[1] not in known:
             yield f"the parameter model.layers.{name}"
@@ -168,7 +211,7 @@ def _uncomputed(hf_config: PretrainedConfig, family: Family, layers: Any) -> Ite
         yield "a head that is neither a language model's nor a value head"
 
 
-def _computed(family: Family) -> set[str]:
+def _computed(family: Family, latent: bool) -> set[str]:
     """Return the names of the parameters of a layer, as transformers' model has them."""
     mlp = [f"{name}.weight" for name in family.projections]
     mlp += [f"{family.shared_expert}.{name}" for name in mlp] if family.shared_expert else []
@@ -176,6 +219,7 @@ def _computed(family: Family) -> set[str]:
     norms = family.query_norm_names if family.query_norms != "none" else ()
     qkv = {family.qkv_name.format(part=letter) for letter in "qkv"}
     attention = [f"{name}.{kind}" for name in qkv for kind in ("weight", "bias")]
+    attention = _OF_LATENTS if latent else attention
     attention += ["o_proj.weight", *(f"{name}.weight" for name in norms)]
     return {
         *(f"mlp.{name}" for name in mlp),

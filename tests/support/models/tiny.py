@@ -164,7 +164,31 @@ _GROUPED: dict[str, Any] = {
     "n_group": 2,
     "topk_group": 1,
 }
+_LATENT: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 20,
+    "kv_lora_rank": 12,
+    "qk_nope_head_dim": 10,
+    "qk_rope_head_dim": 6,
+    "v_head_dim": 7,
+    "rms_norm_eps": 1e-3,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 10000.0,
+        "factor": 4.0,
+        "mscale": 0.7,
+        "mscale_all_dim": 0.8,
+        "original_max_position_embeddings": 32,
+    },
+}
+_LATENT_OF_EXPERTS: dict[str, Any] = {
+    name: value for name, value in (_GROUPED | _LATENT).items() if name != "head_dim"
+}
 ON_MEGATRON: dict[str, dict[str, Any]] = {
+    "deepseek_v3": _LATENT_OF_EXPERTS,
+    "glm4_moe_lite": {**_LATENT_OF_EXPERTS, "rope_interleave": False},
+    "minicpm3": {**_LATENT, "scale_emb": 3, "scale_depth": 0.7, "dim_model_base": 16},
+    "youtu": {**_LATENT, "pad_token_id": None, "tie_word_embeddings": True},
     "dots1": {**_GROUPED, "layer_types": ["full_attention"] * 3, "norm_topk_prob": False},
     "exaone_moe": {
         **_GROUPED,
