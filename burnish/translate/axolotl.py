@@ -151,7 +151,7 @@ def _combine(arguments: Arguments) -> None:
     combine_batch(arguments, "micro_batch_size")
     combine_optimizer(arguments, "optimizer")
     combine_share(arguments, "val_set_size")
-    combine_trainer(arguments)
+    combine_trainer(arguments, generates=online)
     if online:
         arguments.leave(
             "data.max_prompt_length and rollout.max_response_length: prompt and completion have separate limits",

@@ -71,7 +71,7 @@ def _combine(arguments: Arguments) -> None:
     _layers(arguments)
     combine_batch(arguments, "per_device_train_batch_size")
     combine_share(arguments, "val_size")
-    combine_trainer(arguments)
+    combine_trainer(arguments, generates=False)
     _with_revision(arguments)
     arguments.remarks.append("LLaMA-Factory cuts examples over cutoff_len; Burnish leaves them out")
 

@@ -35,10 +35,22 @@ _PUSHED = ("end", "every_save")
 """When a model is sent to the hub; other frameworks can also send what a run resumes from."""
 _TARGETS = ("lora_target_modules", "lora_target_parameters")
 _QUANTIZED = ("load_in_4bit", "load_in_8bit", "quantization_bit")
+_NF4 = {
+    "bnb_4bit_quant_type": ["nf4"],
+    "quantization_type": ["nf4"],
+    "quantization_method": ["bnb", "bitsandbytes"],
+}
+"""What else says how weights are quantized, and what it says of bitsandbytes' NF4."""
+_DIFFERENCES = {
+    "bnb_4bit_compute_dtype": "engine.precision is the precision of products",
+    "bnb_4bit_use_double_quant": "the scales stay in fp32",
+    "use_bnb_nested_quant": "the scales stay in fp32",
+    "double_quantization": "the scales stay in fp32",
+}
 
 
-def combine_trainer(arguments: Arguments) -> None:
-    """Give a fate to what all frameworks have that build on transformers' trainer."""
+def combine_trainer(arguments: Arguments, *, generates: bool) -> None:
+    """Give a fate to what all frameworks have that build on transformers' trainer. Call it after adapters are carried."""
     _betas(arguments)
     _steps(arguments)
     combine_optimizer(arguments, "optim")
@@ -46,7 +58,7 @@ def combine_trainer(arguments: Arguments) -> None:
     _evaluation(arguments)
     _hub(arguments)
     _targets(arguments)
-    _quantization(arguments)
+    _quantization(arguments, generates=generates)
     wait = arguments.number("ddp_timeout")
     if wait and wait > _LONGEST_WAIT:
         arguments.drop(
@@ -187,16 +199,41 @@ def _hub(arguments: Arguments) -> None:
         arguments.carry({"checkpoint.push_to_hub": repository}, *names[:2])
 
 
-def _quantization(arguments: Arguments) -> None:
+def _quantization(arguments: Arguments, *, generates: bool) -> None:
+    """Carry a base model in bitsandbytes' NF4 under an adapter, where nothing is generated."""
     for name in _QUANTIZED:
         value = arguments.look_up(name)
         if value is False:
             arguments.carry({}, name)
         elif value:
-            arguments.drop("the base model is held as it is, not quantized", name)
-            arguments.remarks.append(
-                f"{name}: the base model takes its memory in bf16; model.lora.quantize_base: nf4 holds it in 4 bits, where nothing is generated"
-            )
+            is_4_bit = name != "load_in_8bit" and value in (4, True)
+            reason = _why_plain(arguments) if is_4_bit else "model.lora.quantize_base has 4 bits"
+            if generates:
+                reason = "the generator has plain weights, so it would be another model"
+            if reason:
+                arguments.drop(reason, name)
+                arguments.remarks.append(f"{name}: the base model takes its memory in bf16")
+            else:
+                arguments.carry({"model.lora.quantize_base": "nf4"}, name, *_NF4)
+                for other, difference in _DIFFERENCES.items():
+                    arguments.drop(difference, other)
+
+
+def _why_plain(arguments: Arguments) -> str:
+    """Return why a base model in 4 bits would not be what was asked for, or ""."""
+    carried = [key for fate in arguments.fates for key in fate.settings or ()]
+    if not any(key.startswith("model.lora.") for key in carried) and not any(
+        map(arguments.look_up, ("lora_model_dir", "adapter_name_or_path"))
+    ):
+        return "only an adapter trains on a base model in 4 bits"
+    if arguments.look_up("use_dora") or arguments.look_up("peft_use_dora"):
+        return "DoRA reads plain weights"
+    others = [
+        value
+        for name, known in _NF4.items()
+        if (value := arguments.look_up(name)) not in (None, *known)
+    ]
+    return f"model.lora.quantize_base has bitsandbytes' nf4, and not {others[0]}" if others else ""
 
 
 def lora_settings(arguments: Arguments, rank: str, alpha: float) -> dict[str, Any]:

@@ -122,7 +122,7 @@ def combine_shared(arguments: Arguments) -> None:
     _datasets(arguments)
     with_suffixes(arguments, "model.path", "model_name_or_path", "@", ["model_revision"])
     combine_batch(arguments, "per_device_train_batch_size")
-    combine_trainer(arguments)
+    combine_trainer(arguments, generates=_generates(arguments))
     _upper_clip(arguments)
 
 

@@ -68,6 +68,36 @@ def test_modules_that_train_whole_are_carried(words: str) -> None:
     assert lora["modules_to_save"] == ["lm_head", "embed_tokens"]
 
 
+@pytest.mark.parametrize(
+    ("words", "carried"),
+    [
+        ("trl sft --model_name_or_path m --dataset_name d --use_peft --load_in_4bit --use_bnb_nested_quant", True),
+        ("trl dpo --model_name_or_path m --dataset_name d --use_peft --load_in_4bit --bnb_4bit_quant_type nf4", True),
+        ("trl dpo --model_name_or_path m --dataset_name d --use_peft --load_in_4bit --bnb_4bit_quant_type fp4", False),
+        ("trl sft --model_name_or_path m --dataset_name d --load_in_4bit", False),
+        ("trl sft --model_name_or_path m --dataset_name d --use_peft --load_in_8bit", False),
+        ("trl sft --model_name_or_path m --dataset_name d --use_peft --load_in_4bit --use_dora", False),
+        ("trl grpo --model_name_or_path m --dataset_name d --use_peft --load_in_4bit", False),
+        ("axolotl train base_model=m adapter=qlora lora_r=8 load_in_4bit=true", True),
+        ("axolotl train base_model=m adapter=qlora lora_model_dir=a load_in_4bit=true", True),
+        ("axolotl train base_model=m load_in_4bit=true", False),
+        ("axolotl train rl=grpo base_model=m adapter=qlora lora_r=8 load_in_4bit=true", False),
+        ("llamafactory-cli train --stage sft --model_name_or_path m --quantization_bit 4 --quantization_method bnb", True),
+        ("llamafactory-cli train --stage rm --model_name_or_path m --quantization_bit 4 --double_quantization false", True),
+        ("llamafactory-cli train --stage sft --model_name_or_path m --quantization_bit 8", False),
+        ("llamafactory-cli train --stage sft --model_name_or_path m --quantization_bit 4 --quantization_method hqq", False),
+        ("llamafactory-cli train --finetuning_type full --model_name_or_path m --quantization_bit 4", False),
+    ],
+)  # fmt: skip
+def test_a_base_in_four_bits_is_carried_under_an_adapter(words: str, carried: bool) -> None:
+    text = translate_arguments(words.split())
+    lora = yaml.safe_load(text)["model"].get("lora", {})
+    assert lora.get("quantize_base") == ("nf4" if carried else None)
+    assert ("takes its memory in bf16" in text) == (not carried)
+    assert "Still to do" not in text or "quantize_base" not in text.partition("Still to do")[2]
+    assert text.rstrip().endswith(" 0 lost")
+
+
 def test_the_trainers_defaults_are_those_of_transformers(tmp_path: Path) -> None:
     real = TrainingArguments(output_dir=str(tmp_path), report_to=[])
     settings = settings_of("llamafactory-cli train --stage sft --model_name_or_path m")
