@@ -54,7 +54,6 @@ _MEGATRON = "engine.kind=megatron|FILE:NAME"
 _OF_ENGINE: Sequence[_Constraint] = (
     ("model.lora", _TORCH, ""),
     ("model.train", _TORCH, "Megatron keeps main weights of trained parameters only"),
-    ("optim.kind=muon", _TORCH, ""),
     ("engine.replicas", _TORCH, ""),
     ("engine.reshard_after_forward", _TORCH, ""),
     ("engine.reduce_each_microbatch", _TORCH, ""),

@@ -62,9 +62,21 @@ class MegatronNeeds(Needs):
 
     @property
     def _stepped(self) -> float:
+        return self._divided(self._frozen)
+
+    @cached_property
+    def _matrices(self) -> float:
+        layers = {
+            kind: sum(self._elements(weight) for weight in weights if weight.columns > 1)
+            for kind, weights in self._model.layers.items()
+        }
+        return self._divided(self._sum(layers))
+
+    def _divided(self, elements: float) -> float:
+        """Return what data-parallel processes each step of elements that include all experts."""
         engine = self._engine
         copies = self._world / engine.pipeline_parallel / engine.expert_sharing
-        return self._experts / copies + (self._frozen - self._experts) / self._shards
+        return self._experts / copies + (elements - self._experts) / self._shards
 
     @cached_property
     def _state(self) -> Parts:
@@ -155,5 +167,7 @@ class MegatronNeeds(Needs):
     @property
     def _stepping(self) -> Parts:
         # torch's AdamW has temporaries as large as a moment of all weights that it steps at once.
-        wave = super()._stepping.get("optimizer step")
-        return {"optimizer step": 1.5 * wave if wave else FP32 * self._stepped}
+        parts = super()._stepping
+        wave = parts.get("optimizer step")
+        by_adam = self._stepped - (self._matrices if self._optim.kind == "muon" else 0.0)
+        return parts | {"optimizer step": 1.5 * wave if wave else FP32 * by_adam}

@@ -78,7 +78,6 @@ def test_experts_divide_the_processes_of_a_stage() -> None:
         ("megatron", "engine.compile", "true"),
         ("megatron", "engine.reshard_after_forward", "false"),
         ("megatron", "engine.reduce_each_microbatch", "false"),
-        ("megatron", "optim.kind", "muon"),
         ("megatron", "model.lora", "{rank: 4}"),
         ("torch", "engine.pipeline_parallel", "2"),
         ("torch", "engine.megatron_sequence_parallel", "false"),

@@ -37,7 +37,7 @@ def test_a_step_is_torchs_own_muon() -> None:
     torch.manual_seed(0)
     model = build_on_meta(tiny_config("llama"))
     weights = {name: torch.randn(p.shape) for name, p in model.named_parameters()}
-    muon = Muon(model, regions(model), weights, OPTIM, Layout())
+    muon = Muon.of_model(model, regions(model), weights, OPTIM, Layout())
     ours = muon.weights
     assert set(ours) == {n for n, p in weights.items() if ".layers." in n and p.ndim == 2}
     theirs = {name: torch.nn.Parameter(tensor.clone()) for name, tensor in ours.items()}

@@ -127,7 +127,7 @@ def muon_rank(layout: Layout) -> str:
     model = build_on_meta(tiny_config("llama"))
     weights = {name: torch.zeros(p.shape) for name, p in model.named_parameters()}
     with pytest.raises(BurnishError) as caught:
-        Muon(model, regions(model), weights, OptimConfig(kind="muon"), layout, arena)
+        Muon.of_model(model, regions(model), weights, OptimConfig(kind="muon"), layout, arena)
     return str(caught.value)
 
 

@@ -123,6 +123,18 @@ def test_muon_keeps_one_number_of_a_matrix():
     assert parts["optimizer"] == 4 * (MODEL.elements + others)
 
 
+def test_muon_keeps_one_number_of_a_matrix_on_megatron_too():
+    values = SFT | {"batch": {"examples": 64, "tokens_per_device": 64}, "data": {"max_length": 64}}
+    values |= {
+        "engine": {"kind": "megatron", "tensor_parallel": 2, "activation_checkpointing": "full"}
+    }
+    adamw = plan_of(values, devices="2xB200-180G")
+    muon = plan_of(values | {"optim": {"kind": "muon"}}, devices="2xB200-180G")
+    saved = adamw.phases["save"]["optimizer"] - muon.phases["save"]["optimizer"]
+    assert saved == 4 * MODEL.matrices / 2
+    assert muon.phases["update"]["muon"] >= 2 * 2 * MODEL.matrices / 2
+
+
 def configured(**changes):
     values = SFT | {"engine": changes.pop("engine", {}), **changes}
     return plan_of(values)

@@ -1,4 +1,4 @@
-"""AdamW by Megatron's distributed optimizer, over gradients that its DDP accumulates; weights and moments as shards.
+"""AdamW by Megatron's distributed optimizer, over gradients that its DDP accumulates, and perhaps Muon; weights and slots as shards.
 
 Main weights, moments and accumulated gradients are fp32. Moments on the host (`engine.optimizer_offload`) or in bf16 (`optim.moments`)
 come to the device in fp32 for their step.
@@ -37,6 +37,7 @@ from burnish.engines.base import compute_dtype
 from burnish.engines.megatron.mesh import MegatronMesh
 from burnish.engines.megatron.model import PackedGPT
 from burnish.engines.offload import step_in_waves
+from burnish.engines.optim.muon import MOMENTUM, Muon, matrices_in
 from burnish.engines.optim.optimizer import SLOTS, break_ties, moments_dtype
 from burnish.engines.optim.slots import zero_slot
 from burnish.families import ModelSizes
@@ -55,6 +56,7 @@ class MegatronOptimizer:
     def __init__(
         self,
         stages: Sequence[PackedGPT],
+        hf_config: PretrainedConfig,
         config: EngineConfig,
         optim: OptimConfig,
         mesh: MegatronMesh,
@@ -72,8 +74,11 @@ class MegatronOptimizer:
         )
         self.parts = [o for o in self._chained.chained_optimizers if not o.is_stub_optimizer]
         """The chained optimizers: one for experts and one for all other weights, if this rank has any."""
+        self.shards = MegatronShards(self.chunks, hf_config, self.parts)
+        """This rank's shards of the weights and the optimizer's slots."""
+        arena = mesh.arena if config.optimizer_offload else None
+        self._muon = self._make_muon(layout, arena) if optim.kind == "muon" else None
         with agree(layout):  # a rank may have no room in the arena
-            arena = mesh.arena if config.optimizer_offload else None
             dtype = moments_dtype(optim)
             for part in self.parts:
                 prepare_slots(part.optimizer, arena, dtype)
@@ -81,6 +86,16 @@ class MegatronOptimizer:
         self.steps = 0
         """Steps taken; `set_steps` sets it."""
         self.zero_grad()
+
+    def _make_muon(self, layout: Layout, arena: Arena | None) -> Muon:
+        matrices = matrices_in(self.shards.regions_in_layers())
+        weights = {part.parameter: part.main.detach() for part in self.shards.ranges}
+        muon = Muon(weights, matrices, self.shards.pieces, self._optim, layout, arena)
+        for part in self.shards.ranges:
+            if part.parameter in muon.weights:
+                buffer = muon.slots[MOMENTUM][part.parameter]
+                part.optimizer.state[part.main][MOMENTUM] = buffer
+        return muon
 
     def set_steps(self, steps: int) -> None:
         """Set how many steps were taken, for Adam's bias correction."""
@@ -104,6 +119,8 @@ class MegatronOptimizer:
             for group in self._chained.param_groups:
                 group["lr"] = lr
                 group["weight_decay"] = self._optim.weight_decay * group["wd_mult"]
+            if self._muon is not None:
+                self._muon.step(lr, self._taken_gradients(self._muon))
             if self._in_waves:
                 for part in self.parts:
                     step_offloaded(part.optimizer, self.steps)
@@ -113,6 +130,15 @@ class MegatronOptimizer:
                     break_ties(part.get_parameters())
             self.steps += 1
         self.zero_grad()
+
+    def _taken_gradients(self, muon: Muon) -> dict[str, Tensor]:
+        """Return the gradients of Muon's weights by name. Adam does not see them any more, so it leaves these weights."""
+        gradients = {}
+        for part in self.shards.ranges:
+            if part.parameter in muon.weights and part.main.grad is not None:
+                gradients[part.parameter] = part.main.grad
+                part.main.grad = None
+        return gradients
 
     def zero_grad(self) -> None:
         """Make all gradients zero; their buffers stay."""
@@ -168,7 +194,7 @@ def _settings(config: EngineConfig, optim: OptimConfig) -> OptimizerConfig:
 
 
 def prepare_slots(optimizer: Any, arena: Arena | None, dtype: torch.dtype) -> None:
-    """Make zero moments, so that they can be loaded and saved before the first step.
+    """Make zero moments of Adam's weights, so that they can be loaded and saved before the first step.
 
     `optimizer` is torch's AdamW, or a fused one of TransformerEngine or Apex.
     """
@@ -178,7 +204,7 @@ def prepare_slots(optimizer: Any, arena: Arena | None, dtype: torch.dtype) -> No
 
 
 def step_offloaded(optimizer: Any, steps: int) -> None:
-    """Step every weight, with offloaded moments; drop the gradients."""
+    """Step every weight of Adam, with offloaded moments; drop the gradients."""
     weights = list(_weights_of(optimizer))
     gradients = [(weight, weight.grad) for weight in weights]
     for weight in weights:
@@ -193,7 +219,7 @@ def _set_steps(optimizer: Any, steps: int) -> None:
             group["step"] = steps
             continue
         on_device = group["fused"] or group["capturable"]
-        for weight in group["params"]:
+        for weight in _adams(optimizer, group):
             device = weight.device if on_device else None
             count = torch.tensor(float(steps), dtype=torch.float32, device=device)
             optimizer.state[weight]["step"] = count
@@ -201,11 +227,19 @@ def _set_steps(optimizer: Any, steps: int) -> None:
 
 def _weights_of(optimizer: Any) -> Iterator[Tensor]:
     for group in optimizer.param_groups:
-        yield from group["params"]
+        yield from _adams(optimizer, group)
+
+
+def _adams(optimizer: Any, group: Any) -> Iterator[Tensor]:
+    """Yield the weights of a group that Adam steps: Muon's have another state from the start."""
+    for weight in group["params"]:
+        state = optimizer.state[weight]
+        if not state or SLOTS[0] in state:
+            yield weight
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Range:
+class SteppedRange:
     """The part of one parameter that this rank's optimizer steps."""
 
     parameter: str
@@ -245,23 +279,34 @@ class MegatronShards:
                 name, regions = _described(local, tuple(buffer.shape), model, sizes)
                 self._buffers[name], self._regions[name] = buffer, regions
         self._optimizers = list(optimizers)
-        self._ranges = list(self._stepped())
+        self.ranges = list(self._stepped())
+        """The parts of this rank's parameters that its optimizers step."""
 
     def weights(self) -> Iterator[Shard]:
         """Yield the trained weights: the optimizer's in fp32, without one the model's own. Buffers are as they are."""
         if not self._optimizers:
             yield from self.model()
             return
-        for part in self._ranges:
+        for part in self.ranges:
             yield from self._pieces(part, part.main.detach())
         yield from self._whole(self._buffers)
 
     def slots(self) -> Iterator[Shard]:
-        """Yield the optimizer's moments, `exp_avg/<weight>` and so on, in the dtype between steps."""
-        for slot in SLOTS:
-            for part in self._ranges:
-                state = part.optimizer.state[part.main]
-                yield from self._pieces(part, state[slot], f"{slot}/")
+        """Yield the optimizer's slots, `exp_avg/<weight>` and so on, in the dtype between steps."""
+        states = {part.parameter: part.optimizer.state[part.main] for part in self.ranges}
+        for slot in (*SLOTS, MOMENTUM):
+            tensors = {name: state[slot] for name, state in states.items() if slot in state}
+            yield from self.pieces(tensors, f"{slot}/")
+
+    def pieces(self, tensors: Mapping[str, Tensor], prefix: str = "") -> Iterator[Shard]:
+        """Yield the pieces of checkpoint tensors in flat tensors, each of a parameter's range on this rank. `prefix` precedes the names."""
+        for part in self.ranges:
+            if part.parameter in tensors:
+                yield from self._pieces(part, tensors[part.parameter], prefix)
+
+    def regions_in_layers(self) -> dict[str, tuple[Region, ...]]:
+        """Return the checkpoint tensors in each parameter of this rank's decoder layers."""
+        return {name: self._regions[name] for name in self._parameters if _LAYER.fullmatch(name)}
 
     def model(self) -> Iterator[Shard]:
         """Yield this rank's weights in the compute dtype; other ranks may hold the same."""
@@ -280,7 +325,7 @@ class MegatronShards:
         for name, parameter in self._parameters.items():
             if sum(region.box.elements for region in self._regions[name]) < parameter.numel():
                 parameter.data.zero_()
-                for part in self._ranges:
+                for part in self.ranges:
                     if part.parameter == name:
                         part.main.detach().zero_()
         source.fill(self.weights())
@@ -289,7 +334,7 @@ class MegatronShards:
         for chunk in self._chunks if self._optimizers else ():
             chunk.start_param_sync(force_sync=True)
 
-    def _pieces(self, part: _Range, flat: Tensor, prefix: str = "") -> Iterator[Shard]:
+    def _pieces(self, part: SteppedRange, flat: Tensor, prefix: str = "") -> Iterator[Shard]:
         shape = tuple(self._parameters[part.parameter].shape)
         stop = part.start + part.main.numel()
         for region in self._regions[part.parameter]:
@@ -297,14 +342,14 @@ class MegatronShards:
             for at, box in boxes_in_range(region, shape, part.start, stop):
                 yield Shard(spec, box, flat[at : at + box.elements].view(box.sizes))
 
-    def _stepped(self) -> Iterator[_Range]:
+    def _stepped(self) -> Iterator[SteppedRange]:
         names = {id(parameter): name for name, parameter in self._parameters.items()}
-        ranges: dict[str, _Range] = {}
+        ranges: dict[str, SteppedRange] = {}
         for optimizer in self._optimizers:
             for parameter, main in _main_weights(optimizer):
                 start = optimizer._get_model_param_range_map(parameter)["param"].start
                 name = names[id(parameter)]
-                ranges[name] = _Range(name, start, main, optimizer.optimizer)
+                ranges[name] = SteppedRange(name, start, main, optimizer.optimizer)
         yield from (ranges[name] for name in self._parameters if name in ranges)
 
 

@@ -88,10 +88,12 @@ class MegatronEngine(ShardedEngine):
         with megatron_called():
             stages = build_stages(hf_config, config, self.mesh, device)
             if optim is not None:
-                self._optimizer = MegatronOptimizer(stages, config, optim, self.mesh, layout)
-        self._chunks = stages if self._optimizer is None else self._optimizer.chunks
-        parts = [] if self._optimizer is None else self._optimizer.parts
-        self._shards = MegatronShards(self._chunks, hf_config, parts)
+                self._optimizer = MegatronOptimizer(
+                    stages, hf_config, config, optim, self.mesh, layout
+                )
+        trains = self._optimizer
+        self._chunks = trains.chunks if trains else stages
+        self._shards = trains.shards if trains else MegatronShards(stages, hf_config, [])
         self._outputs = ("values",) if has_value_head(hf_config) else ("logprobs", "entropy")
         """The model's outputs per token, as fields of `TokenOutputs`."""
         scatters = config.megatron_sequence_parallel and config.tensor_parallel > 1

@@ -6,7 +6,7 @@ matrix, so any layout computes the same, up to the rounding of bf16.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 
 import numpy as np
@@ -19,13 +19,15 @@ from burnish.boxes.shards import Shard, TensorSpec
 from burnish.boxes.transfer import Transfer
 from burnish.config.schema import OptimConfig
 from burnish.data.balance import share_evenly
-from burnish.distributed.collectives import agree
+from burnish.distributed.collectives import agree, gather_objects
 from burnish.distributed.host_memory import Arena
 from burnish.distributed.layout import Layout
 from burnish.engines.optim.slots import zero_slot
 from burnish.engines.torch.parallelize import decoder_layers
 from burnish.models.names import Region, is_matrix, model_shards
 
+MOMENTUM = "momentum_buffer"
+"""Muon's state of a weight, by torch's name."""
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 _ROUNDS = 5
 _TINY = 1e-7
@@ -44,29 +46,45 @@ class Muon:
 
     def __init__(
         self,
-        model: PreTrainedModel,
-        regions: Sequence[Region],
         weights: Mapping[str, Tensor],
+        matrices: Mapping[str, Sequence[TensorSpec]],
+        describe: Callable[[Mapping[str, Tensor]], Iterable[Shard]],
         config: OptimConfig,
         layout: Layout,
         arena: Arena | None = None,
     ) -> None:
-        """`weights` are local tensors of `model` by name, `regions` the checkpoint tensors in them. Those that hold no matrices are left out."""
-        matrices = _matrices_of(model, regions)
+        """Step local tensors by name, of which `matrices` names the checkpoint tensors in each. Others are left out.
+
+        `describe` yields the pieces of checkpoint tensors in tensors of the same names and shapes.
+        """
         self.weights = {name: tensor for name, tensor in weights.items() if name in matrices}
         """The local tensors that this optimizer steps, by name."""
-        self._describe = partial(model_shards, model, parts=regions)
+        self._describe = describe
         self._momentum = config.momentum
         self._weight_decay = config.weight_decay
         with agree(layout):
             self._buffers = {n: zero_slot(tensor, arena) for n, tensor in self.weights.items()}
-        self.slots = {"momentum_buffer": self._buffers}
+        self.slots = {MOMENTUM: self._buffers}
         """Each slot's tensors by weight name, by torch's name of the slot."""
         self._own_specs = _share([spec for name in self.weights for spec in matrices[name]], layout)
         updates = list(self._describe({n: t.bfloat16() for n, t in self.weights.items()}))
         own_matrices = self._matrices()
         self._gather = Transfer(updates, own_matrices, layout)
         self._scatter = Transfer(own_matrices, updates, layout)
+
+    @classmethod
+    def of_model(
+        cls,
+        model: PreTrainedModel,
+        regions: Sequence[Region],
+        weights: Mapping[str, Tensor],
+        config: OptimConfig,
+        layout: Layout,
+        arena: Arena | None = None,
+    ) -> Muon:
+        """Step local tensors of `model` by name; `regions` are the checkpoint tensors in them. Collective."""
+        describe = partial(model_shards, model, parts=regions)
+        return cls(weights, _matrices_of(model, regions), describe, config, layout, arena)
 
     def step(self, lr: float, gradients: Mapping[str, Tensor]) -> None:
         """Update once; a missing gradient counts as zeros. Collective."""
@@ -109,24 +127,31 @@ def orthogonalized(matrix: Tensor) -> Tensor:
     return x if matrix.shape[0] <= matrix.shape[1] else x.T
 
 
+def matrices_in(parameters: Mapping[str, Iterable[Region]]) -> dict[str, list[TensorSpec]]:
+    """Return the parameters that hold only matrices, each with the checkpoint tensors in it."""
+    matrices = {}
+    for name, regions in parameters.items():
+        specs = {TensorSpec(region.name, region.shape, torch.bfloat16) for region in regions}
+        if specs and all(len(spec.shape) == 2 and is_matrix(name, 2) for spec in specs):
+            matrices[name] = sorted(specs)
+    return matrices
+
+
 def _matrices_of(model: PreTrainedModel, regions: Sequence[Region]) -> dict[str, list[TensorSpec]]:
     """Return the parameters of decoder layers that hold only matrices, each with these checkpoint tensors."""
     inside = {id(p) for layer in decoder_layers(model) for p in layer.parameters()}
-    by_parameter: dict[str, dict[str, TensorSpec]] = {
-        name: {} for name, p in model.named_parameters() if id(p) in inside
+    by_parameter: dict[str, list[Region]] = {
+        name: [] for name, p in model.named_parameters() if id(p) in inside
     }
     for region in regions:
         if region.parameter in by_parameter:
-            spec = TensorSpec(region.name, region.shape, torch.bfloat16)
-            by_parameter[region.parameter][region.name] = spec
-    return {
-        name: list(specs.values())
-        for name, specs in by_parameter.items()
-        if specs and all(len(s.shape) == 2 and is_matrix(name, 2) for s in specs.values())
-    }
+            by_parameter[region.parameter].append(region)
+    return matrices_in(by_parameter)
 
 
-def _share(matrices: list[TensorSpec], layout: Layout) -> list[TensorSpec]:
+def _share(own: list[TensorSpec], layout: Layout) -> list[TensorSpec]:
+    """Return the matrices, of those that any rank has a part of, that this rank orthogonalizes. Collective."""
+    matrices = sorted({spec for specs in gather_objects(own, layout) for spec in specs})
     if not matrices:
         return []
     # The products of an iteration multiply square matrices of the shorter side.

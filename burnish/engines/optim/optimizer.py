@@ -73,7 +73,7 @@ class ShardedOptimizer:
         if config.kind == "muon":
             from burnish.engines.optim.muon import Muon
 
-            self._muon = muon = Muon(model, regions, weights, config, layout, arena)
+            self._muon = muon = Muon.of_model(model, regions, weights, config, layout, arena)
             weights = {n: t for n, t in weights.items() if n not in muon.weights}
         self._weights = weights
         dtype = moments_dtype(config)
