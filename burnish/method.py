@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from burnish.config.algorithm import FormulaConfig
 from burnish.config.constraints import (
     generator_problems,
     missing_files,
@@ -17,7 +18,7 @@ from burnish.config.constraints import (
     setting_problems,
     settings_among,
 )
-from burnish.config.schema import DataConfig, FormulaConfig, RunConfig
+from burnish.config.schema import DataConfig, RunConfig
 from burnish.config.section import Section
 from burnish.errors import BurnishError, UsageError
 

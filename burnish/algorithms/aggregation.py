@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from burnish.config.schema import AggregationKind
+from burnish.config.algorithm import AggregationKind
 from burnish.records import MicroBatch
 from burnish.tracking.stats import Mean
 

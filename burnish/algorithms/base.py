@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from burnish.algorithms.own_settings import with_settings
-from burnish.config.schema import AdvantageConfig, AlgorithmConfig
+from burnish.config.algorithm import AdvantageConfig, AlgorithmConfig
 from burnish.errors import BurnishError, UsageError
 from burnish.extend import ADVANTAGES, POLICY_LOSSES
 from burnish.functions import Registry, failure, guarded, load_function

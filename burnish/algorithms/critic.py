@@ -14,7 +14,7 @@ from burnish.algorithms.advantages import pooled, token_sums, whitening
 from burnish.algorithms.aggregation import aggregation
 from burnish.algorithms.base import Array
 from burnish.algorithms.loss import Loss
-from burnish.config.schema import AggregationKind
+from burnish.config.algorithm import AggregationKind
 from burnish.records import Floats, MicroBatch, TokenOutputs
 from burnish.records.samples import Turn
 from burnish.tracking.stats import Mean, Stats

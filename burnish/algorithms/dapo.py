@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from burnish.config.schema import DynamicSamplingConfig, OverlongConfig
+from burnish.config.algorithm import DynamicSamplingConfig, OverlongConfig
 from burnish.records.rollout_table import Column
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from burnish.algorithms.aggregation import aggregation
 from burnish.algorithms.base import old_logprobs
 from burnish.algorithms.loss import Loss
-from burnish.config.schema import AggregationKind
+from burnish.config.algorithm import AggregationKind
 from burnish.records import MicroBatch, TokenOutputs
 from burnish.tracking.stats import Mean, Stats
 

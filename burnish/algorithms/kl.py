@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from burnish.algorithms.base import LOG_RATIO_BOUND
-from burnish.config.schema import KLConfig, KLEstimator
+from burnish.config.algorithm import KLConfig, KLEstimator
 from burnish.records import Floats
 
 

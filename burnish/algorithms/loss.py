@@ -19,7 +19,7 @@ from burnish.algorithms.base import (
 )
 from burnish.algorithms.kl import kl_loss
 from burnish.algorithms.mismatch import mismatch_stats, mismatch_weights
-from burnish.config.schema import AlgorithmConfig
+from burnish.config.algorithm import AlgorithmConfig
 from burnish.records import MicroBatch, TokenOutputs
 from burnish.tracking.stats import Mean, Stats
 

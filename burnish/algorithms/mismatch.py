@@ -18,7 +18,7 @@ from torch import Tensor
 from burnish.algorithms.aggregation import loss_lengths, sequence_means, to_tokens
 from burnish.algorithms.base import LOG_RATIO_BOUND
 from burnish.algorithms.kl import kl_loss
-from burnish.config.schema import AlgorithmConfig
+from burnish.config.algorithm import AlgorithmConfig
 from burnish.records import MicroBatch
 from burnish.tracking.stats import EffectiveShare, Max, Mean, Stats
 

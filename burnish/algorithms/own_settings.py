@@ -11,7 +11,7 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from burnish.config.schema import AlgorithmConfig, FormulaConfig
+from burnish.config.algorithm import AlgorithmConfig, FormulaConfig
 from burnish.config.section import Section
 from burnish.errors import UsageError, refusing, together
 from burnish.files.strict_json import shortened

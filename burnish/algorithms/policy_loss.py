@@ -12,7 +12,7 @@ from torch import Tensor
 
 from burnish.algorithms.aggregation import sequence_means, to_tokens
 from burnish.algorithms.base import LOG_RATIO_BOUND, TokenLosses, log_ratio, old_logprobs
-from burnish.config.schema import (
+from burnish.config.algorithm import (
     AlgorithmConfig,
     ClipCovSettings,
     KLCovSettings,

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from burnish.config.schema import AlgorithmConfig, ClipCovSettings, KLCovSettings
+from burnish.config.algorithm import AlgorithmConfig, ClipCovSettings, KLCovSettings
 from burnish.distributed.collectives import gather_rows, total
 from burnish.distributed.layout import Layout
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from burnish.algorithms.advantages import grpo
 from burnish.algorithms.base import Array, ScoredRollouts
-from burnish.config.schema import GiGPOSettings, TurnGRPOSettings
+from burnish.config.algorithm import GiGPOSettings, TurnGRPOSettings
 
 
 def turn_grpo(scored: ScoredRollouts, settings: TurnGRPOSettings) -> list[Array]:

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 from burnish.cli.arguments import make_parser
 from burnish.cli.output import print_text
+from burnish.config.algorithm import FORMULAS
 from burnish.config.keys import known_keys
-from burnish.config.schema import FORMULAS
 
 _BASH = """\
 _burnish() {{

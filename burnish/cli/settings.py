@@ -14,10 +14,11 @@ from rich.table import Table
 from rich.text import Text
 
 from burnish.cli.output import print_text
+from burnish.config.algorithm import FORMULAS
 from burnish.config.document import dump_yaml, one_line, recorded
 from burnish.config.keys import Key, known_keys
 from burnish.config.load import DEFAULT, load_with_origins, read_config
-from burnish.config.schema import FORMULAS, RunConfig
+from burnish.config.schema import RunConfig
 from burnish.config.short_names import meant_by
 from burnish.errors import UsageError
 from burnish.methods.table import method_meant_by

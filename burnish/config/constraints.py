@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from burnish.config.algorithm import FormulaConfig
 from burnish.config.document import one_line
-from burnish.config.schema import EngineConfig, FormulaConfig, ModelConfig, RunConfig, is_remote
+from burnish.config.schema import EngineConfig, ModelConfig, RunConfig, is_remote
 from burnish.config.section import Section
 from burnish.config.shares import exact_part
 from burnish.errors import BurnishError, UsageError, count_text, together

@@ -13,7 +13,8 @@ from typing import Any
 import yaml
 from pydantic_core import to_jsonable_python
 
-from burnish.config.schema import FORMULAS, RunConfig
+from burnish.config.algorithm import FORMULAS
+from burnish.config.schema import RunConfig
 from burnish.config.section import Section
 from burnish.errors import CorruptError, refusing
 

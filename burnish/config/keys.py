@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from burnish.config.schema import FORMULAS, RunConfig
+from burnish.config.algorithm import FORMULAS
+from burnish.config.schema import RunConfig
 from burnish.config.section import MAY_CHANGE
 
 _Schema = Mapping[str, Any]

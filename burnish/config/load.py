@@ -19,10 +19,11 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from burnish.config.algorithm import FORMULAS
 from burnish.config.credentials import refused_credentials, without_credentials
 from burnish.config.keys import Key, known_keys, plain_name
 from burnish.config.parsing import MOST_CHARACTERS, Document, parse_document, parse_value
-from burnish.config.schema import FORMULAS, RunConfig
+from burnish.config.schema import RunConfig
 from burnish.errors import BurnishError, MissingError, UsageError, refusing, together
 from burnish.functions import did_you_mean, name_of
 from burnish.redaction import redacted

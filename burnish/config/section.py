@@ -13,6 +13,8 @@ MayChange = Annotated[Value, Field(json_schema_extra=MAY_CHANGE)]
 
 It decides how fast, how long or how visibly a run works, and not what a step computes.
 """
+FunctionName = Annotated[str, Field(pattern=r"^.+:[A-Za-z_]\w*$")]
+"""file.py:name or module:name."""
 
 
 class Section(BaseModel):

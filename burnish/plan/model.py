@@ -9,10 +9,10 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple, Self
 
+from burnish.config.algorithm import AlgorithmConfig
 from burnish.config.distillation import DistillConfig
 from burnish.config.schema import (
     MOST_SLOTS,
-    AlgorithmConfig,
     BatchConfig,
     DataConfig,
     EngineConfig,

@@ -6,8 +6,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import PurePath
 from typing import Any
 
+from burnish.config.algorithm import FORMULAS
 from burnish.config.document import write_yaml
-from burnish.config.schema import FORMULAS, RunConfig
+from burnish.config.schema import RunConfig
 from burnish.files.hub import HubPlace, Kind
 from burnish.method import Method
 from burnish.version import __version__

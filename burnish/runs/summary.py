@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 
+from burnish.config.algorithm import AlgorithmConfig
 from burnish.config.environment import EnvironmentConfig
 from burnish.config.schema import (
-    AlgorithmConfig,
     BatchConfig,
     CheckpointConfig,
     CriticConfig,

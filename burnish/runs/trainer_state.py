@@ -16,7 +16,8 @@ from transformers import PreTrainedTokenizerBase
 from burnish.checkpoint.manifest import ADAPTER_STATE, IMPORTED, STATE
 from burnish.checkpoint.steps import CommittedStep
 from burnish.checkpoint.write_plan import MAIN
-from burnish.config.schema import AlgorithmConfig, RewardFunctionConfig
+from burnish.config.algorithm import AlgorithmConfig
+from burnish.config.schema import RewardFunctionConfig
 from burnish.data.tasks import ItemSequence
 from burnish.engines.base import Engine, Part
 from burnish.errors import BurnishError, IncompatibleError, table

@@ -11,6 +11,7 @@ import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from burnish.config.algorithm import FORMULAS
 from burnish.config.document import one_line, write_yaml
 from burnish.config.foreign_names import (
     explain_foreign,
@@ -20,7 +21,6 @@ from burnish.config.foreign_names import (
 )
 from burnish.config.keys import is_default, known_keys
 from burnish.config.load import load_settings
-from burnish.config.schema import FORMULAS
 from burnish.config.suggestions import suggestion
 from burnish.errors import UsageError, count_text
 from burnish.method import Method

@@ -17,7 +17,7 @@ from burnish.algorithms.base import (
 )
 from burnish.algorithms.base import advantages as compute
 from burnish.algorithms.critic import gae
-from burnish.config.schema import AdvantageConfig, AdvantageName, PolicyLossName
+from burnish.config.algorithm import AdvantageConfig, AdvantageName, PolicyLossName
 from burnish.errors import BurnishError, UsageError
 from burnish.extend import ADVANTAGES, POLICY_LOSSES
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from burnish.algorithms.dapo import has_variance, overlong_penalty, select_groups
-from burnish.config.schema import DynamicSamplingConfig, OverlongConfig
+from burnish.config.algorithm import DynamicSamplingConfig, OverlongConfig
 
 ON = DynamicSamplingConfig(enabled=True, max_refills=2)
 FLAT, MIXED = False, True

@@ -11,7 +11,7 @@ from burnish.algorithms import policy_loss
 from burnish.algorithms.aggregation import aggregation
 from burnish.algorithms.kl import kl_loss
 from burnish.algorithms.loss import policy_loss_fn
-from burnish.config.schema import AlgorithmConfig, KLConfig, PPOSettings
+from burnish.config.algorithm import AlgorithmConfig, KLConfig, PPOSettings
 from burnish.errors import BurnishError
 from burnish.records import MicroBatch, TokenOutputs
 from burnish.tracking.stats import Mean, Stats

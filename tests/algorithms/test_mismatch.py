@@ -10,7 +10,7 @@ import torch
 
 from burnish.algorithms.loss import policy_loss_fn
 from burnish.algorithms.mismatch import mismatch_stats, mismatch_weights
-from burnish.config.schema import AlgorithmConfig, KLConfig
+from burnish.config.algorithm import AlgorithmConfig, KLConfig
 from burnish.errors import BurnishError
 from burnish.records import MicroBatch
 

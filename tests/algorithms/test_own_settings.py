@@ -13,7 +13,7 @@ from burnish.algorithms.base import (
     load_advantage,
     load_policy_loss,
 )
-from burnish.config.schema import AdvantageConfig, AlgorithmConfig, PolicyLossConfig, PPOSettings
+from burnish.config.algorithm import AdvantageConfig, AlgorithmConfig, PolicyLossConfig, PPOSettings
 from burnish.config.section import Section
 from burnish.errors import UsageError
 from burnish.extend import POLICY_LOSSES
@@ -25,7 +25,7 @@ import torch
 from pydantic import Field, model_validator
 
 from burnish.algorithms.base import TokenLosses
-from burnish.config.schema import AlgorithmConfig
+from burnish.config.algorithm import AlgorithmConfig
 
 
 class Scale(burnish.Section):

@@ -10,7 +10,7 @@ import torch
 from burnish.algorithms import policy_loss
 from burnish.algorithms.aggregation import aggregation
 from burnish.algorithms.base import LOG_RATIO_BOUND, load_policy_loss, log_ratio
-from burnish.config.schema import AlgorithmConfig, PPOSettings
+from burnish.config.algorithm import AlgorithmConfig, PPOSettings
 from burnish.errors import BurnishError, UsageError
 
 LOW, HIGH, DUAL = 0.2, 0.3, 2.0

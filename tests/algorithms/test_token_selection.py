@@ -12,7 +12,7 @@ from support.ranks.processes import run_ranks
 from burnish.algorithms import policy_loss
 from burnish.algorithms.kl import adapted
 from burnish.algorithms.token_selection import select_tokens as select
-from burnish.config.schema import (
+from burnish.config.algorithm import (
     AlgorithmConfig,
     ClipCovSettings,
     KLConfig,

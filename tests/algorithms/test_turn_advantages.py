@@ -10,7 +10,7 @@ import pytest
 from burnish.algorithms.advantages import EPSILON
 from burnish.algorithms.base import ScoredRollouts, advantages, load_advantage
 from burnish.algorithms.critic import gae
-from burnish.config.schema import AdvantageConfig
+from burnish.config.algorithm import AdvantageConfig
 from burnish.records.samples import Turn
 
 GROUPS = np.array([0, 0, 0, 1, 1, 1])

@@ -9,11 +9,12 @@ import pytest
 import yaml
 
 from burnish.cli.main import main
+from burnish.config.algorithm import FORMULAS
 from burnish.config.document import dump_yaml, recorded
 from burnish.config.keys import known_keys
 from burnish.config.load import load_settings, load_with_origins, read_config
 from burnish.config.resume import digest, settings_difference
-from burnish.config.schema import FORMULAS, RunConfig
+from burnish.config.schema import RunConfig
 from burnish.errors import UsageError
 
 SAPO = {"name": "sapo", "temperature_pos": 1.0, "temperature_neg": 1.05}

@@ -16,7 +16,8 @@ from support.models.tokenizers import char_tokenizer
 from support.ranks.processes import run_ranks
 
 from burnish.algorithms.base import ScoredRollouts, load_advantage
-from burnish.config.schema import AdvantageConfig, AdvantageName, RewardConfig, RunConfig
+from burnish.config.algorithm import AdvantageConfig, AdvantageName
+from burnish.config.schema import RewardConfig, RunConfig
 from burnish.data.loader import Loader
 from burnish.distributed.layout import Layout
 from burnish.errors import UsageError

@@ -28,7 +28,7 @@ LOSS = """\
 import os
 
 from burnish.algorithms.policy_loss import ppo
-from burnish.config.schema import PPOSettings
+from burnish.config.algorithm import PPOSettings
 
 calls = [0]
 

@@ -13,7 +13,8 @@ import torch
 from support.models.tokenizers import char_tokenizer
 from support.ranks.processes import run_ranks
 
-from burnish.config.schema import AlgorithmConfig, DataConfig, RewardFunctionConfig, RunConfig
+from burnish.config.algorithm import AlgorithmConfig
+from burnish.config.schema import DataConfig, RewardFunctionConfig, RunConfig
 from burnish.data.examples import ExampleDataset
 from burnish.data.sources import load_rows
 from burnish.data.tasks import PromptDataset

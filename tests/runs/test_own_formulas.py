@@ -15,7 +15,7 @@ from pydantic import Field
 
 from burnish.algorithms.advantages import dr_grpo
 from burnish.algorithms.policy_loss import ppo
-from burnish.config.schema import PPOSettings
+from burnish.config.algorithm import PPOSettings
 
 
 class Bound(burnish.Section):

@@ -20,7 +20,8 @@ from burnish.algorithms.base import (
     selects_tokens,
 )
 from burnish.algorithms.kl import kl_estimates
-from burnish.config.schema import GAESettings, RewardConfig, RunConfig
+from burnish.config.algorithm import GAESettings
+from burnish.config.schema import RewardConfig, RunConfig
 from burnish.data.batching import Outlines, make_batch
 from burnish.data.loader import order
 from burnish.distributed.collectives import gather_objects, gather_rows

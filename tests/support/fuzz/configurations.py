@@ -9,7 +9,8 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from hypothesis import strategies as st
 
-from burnish.config.schema import FormulaConfig, RunConfig
+from burnish.config.algorithm import FormulaConfig
+from burnish.config.schema import RunConfig
 from burnish.config.section import Section
 
 TEXT = st.text(
