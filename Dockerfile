@@ -8,7 +8,7 @@ FROM ${BASE}
 ARG PIP_INDEX_URL
 ARG TORCH_INDEX_URL
 ARG TORCH=torch==2.13.0
-ARG EXTRAS=math,lora,view
+ARG EXTRAS=math,lora,view,liger
 RUN command -v gcc || { apt-get update && apt-get install -y --no-install-recommends gcc libc6-dev && rm -rf /var/lib/apt/lists/*; }
 RUN pip install --no-cache-dir ${TORCH_INDEX_URL:+--index-url "$TORCH_INDEX_URL"} "$TORCH"
 WORKDIR /src

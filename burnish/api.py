@@ -268,7 +268,7 @@ def run_method(
     # A run that this process begins opens a log. An error before that is not of the run.
     earlier = latest_spans()
     try:
-        return launch(start, config.distributed)
+        return launch(start, config.distributed, config.engine)
     except (Exception, KeyboardInterrupt) as error:
         if method.trains and not isinstance(error, StoppedError):
             if latest_spans() is not earlier:

@@ -30,7 +30,7 @@ MOST_FUNCTIONS_OF_THE_WHOLE_CONFIGURATION = 17
 MOST_DOUBLED_CLASSES = 0
 MOST_DOUBLED_MODULES = 0
 MOST_LINES_OF_A_FILE = 900
-MOST_LOADED_LINES = 33_352
+MOST_LOADED_LINES = 33_600
 """Lines of our modules that a plain run may load, without comments, which are to be plentiful. The goal is 24,000; docs/decisions/0001-house.md says what is in its way."""
 OPTIONS = (
     "burnish.algorithms.critic",

@@ -80,6 +80,7 @@ def look(places: Sequence[str], layout: Layout, device: torch.device) -> Iterato
         return
     yield from _versions()
     yield from _devices()
+    yield from _kernels(device)
     yield _processor()
     yield _memory()
     yield _descriptors()
@@ -149,6 +150,14 @@ def _devices() -> Iterator[Finding]:
     if driver := nvidia_smi("driver_version"):
         libraries.append(f"driver {driver}")
     yield Finding("libraries", ", ".join(libraries))
+
+
+def _kernels(device: torch.device) -> Iterator[Finding]:
+    if device.type == "cuda":
+        from burnish.models.kernels.missing import missing_kernels
+
+        for missing in missing_kernels(device):
+            yield Finding("kernels", missing.found, f"them: {missing.cost}", missing.do)
 
 
 def _affinity(layout: Layout, own: torch.device) -> Iterator[Finding]:

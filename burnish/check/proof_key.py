@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 import transformers
+from torch.nn.attention import current_flash_attention_impl
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig
 
 from burnish.distributed.device import device_name
@@ -160,7 +161,7 @@ def _kernel_settings(device: torch.device) -> Iterator[Any]:
     yield torch.__version__, torch.version.git_version, torch.__config__.show()
     yield torch.backends.cpu.get_cpu_capability(), torch.backends.mkldnn.enabled
     yield torch.backends.cudnn.enabled, torch.backends.cuda.matmul.fp32_precision
-    yield torch.are_deterministic_algorithms_enabled()
+    yield torch.are_deterministic_algorithms_enabled(), current_flash_attention_impl()
     yield sorted(each for each in os.environ.items() if _KERNEL_VARIABLES.match(each[0]))
 
 

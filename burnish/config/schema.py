@@ -117,6 +117,12 @@ class EngineConfig(Section):
     """torch: PyTorch FSDP2 on any number of processes. megatron: Megatron-Core, with pipeline and expert parallelism; needs megatron-core. Or your own class with the methods of `burnish.Engine`: file.py:Class, module:Class, or the name of an installed package's entry point."""
     precision: Literal["auto", "bf16", "fp32"] = "auto"
     """bf16: fp32 main weights and optimizer state, bf16 compute, fp32 gradient reduction. fp32: everything in fp32. auto: fp32 on processors without fast products in bf16, else bf16; a run keeps the precision that it began with."""
+    tf32: bool = False
+    """CUDA: round the factors of fp32 products to 10 bits after the point, which makes them several times as fast. Products in bf16 stay as they are."""
+    flash_attention: MayChange[Literal["FA2", "FA3", "FA4"]] = "FA2"
+    """CUDA: whose kernels compute attention in bf16. FA2: torch's. FA3, FA4: those of the packages flash_attn_3, for Hopper, and flash-attn-4, for Blackwell."""
+    deterministic: MayChange[bool] = False
+    """CUDA: add in a fixed order, so that equal runs on equal devices get equal bits. Sums by index and the backward pass of attention get slower. CPUs always do this; vLLM does not."""
     max_grad_norm: float = Field(1.0, gt=0)
     """Clip gradients to this global 2-norm."""
     max_skipped_steps: MayChange[int] = Field(3, ge=1)

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed import HashStore, ProcessGroup  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from burnish.config.schema import DistributedConfig
+from burnish.config.schema import DistributedConfig, EngineConfig
 from burnish.distributed.device import keep_freed_pages, pick_device, share_cores
 from burnish.distributed.environment import place_of
 from burnish.distributed.host_memory import Arena
@@ -36,8 +36,12 @@ _BACKENDS = {
 }
 
 
-def launch(fn: Callable[[Layout, torch.device], T], config: DistributedConfig) -> T:
-    """Call `fn(layout, device)` as the rank that the environment describes.
+def launch(
+    fn: Callable[[Layout, torch.device], T],
+    config: DistributedConfig,
+    engine: EngineConfig | None = None,
+) -> T:
+    """Call `fn(layout, device)` as the rank that the environment describes. `engine` says how an accelerator computes.
 
     Raises `UsageError` for an unfit environment or machine, and `BurnishError` naming another rank that fails or dies.
     """
@@ -47,7 +51,7 @@ def launch(fn: Callable[[Layout, torch.device], T], config: DistributedConfig) -
     # A run computes in torch's default modes, whatever modes the calling program has set.
     without = torch.autocast(device.type, enabled=False)
     with torch.inference_mode(False), torch.enable_grad(), without, ExitStack() as stack:
-        stack.enter_context(tuned(device))
+        stack.enter_context(tuned(device, engine))
         if torch.get_default_device().type != "cpu":  # only if needed: this mode slows calls
             stack.enter_context(torch.device("cpu"))
         if place.layout.world == 1:  # torch's own excepthook prefixes "[rank0]" and stays
@@ -57,10 +61,15 @@ def launch(fn: Callable[[Layout, torch.device], T], config: DistributedConfig) -
 
 
 @contextmanager
-def tuned(device: torch.device) -> Iterator[None]:
-    """Have a CPU waste less time inside the block; other devices need nothing."""
+def tuned(device: torch.device, engine: EngineConfig | None = None) -> Iterator[None]:
+    """Have a CPU waste less time inside the block, and an accelerator compute as `engine` or its defaults say."""
     if device.type != "cpu":
-        yield
+        from burnish.distributed.numerics import grow_segments, numerics
+
+        if device.type == "cuda":
+            grow_segments()
+        with numerics(engine or EngineConfig()):
+            yield
         return
     keep_freed_pages()
     from burnish.distributed.spinning import brief_while_crowded
@@ -119,7 +128,13 @@ def process_group(
         meeting.await_everybody(store, layout, timeout, "watched")
         meeting.connect_lazily(layout)
         dist.init_process_group(
-            backend, store=store, rank=layout.rank, world_size=layout.world, timeout=timeout
+            backend,
+            store=store,
+            rank=layout.rank,
+            world_size=layout.world,
+            timeout=timeout,
+            # NCCL connects here, so that it fails here, and not in the first collective of a step.
+            device_id=device if device.type == "cuda" else None,
         )
         # A rank that left now would break the joining of the others.
         meeting.await_everybody(store, layout, timeout, "joined")

@@ -32,7 +32,7 @@ def check_layout(config: RunConfig) -> None:
         if layout.is_main:
             print(f"{layout.world} processes compute what one plain process does")
 
-    launch(run, config.distributed)
+    launch(run, config.distributed, config.engine)
 
 
 def checked_models(policy: Foundation) -> dict[str, Foundation]:

@@ -262,7 +262,7 @@ def row_slices(count: int, size: int) -> Iterator[slice]:
 
 def _kernels(hidden: Tensor) -> Any:
     # Triton does not compile for older devices.
-    if is_sm80_or_newer(hidden.device) and hidden.dtype != torch.float64 and can_compile():
+    if is_sm80_or_newer(hidden.device) and hidden.dtype != torch.float64 and not missing_compiler():
         from burnish.models.kernels import triton_logprobs
 
         return triton_logprobs
@@ -270,11 +270,13 @@ def _kernels(hidden: Tensor) -> Any:
 
 
 @cache
-def can_compile() -> bool:
-    """Return whether Triton, a compiler and Python's headers are installed."""
-    compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
-    headers = Path(sysconfig.get_path("include"), "Python.h")
-    return bool(find_spec("triton")) and compiler is not None and headers.exists()
+def missing_compiler() -> str:
+    """Return what Triton lacks to compile kernels, or ""."""
+    if find_spec("triton") is None:
+        return "triton"
+    if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
+        return "C compiler"
+    return "" if Path(sysconfig.get_path("include"), "Python.h").exists() else "Python.h"
 
 
 def _exact_dtype(hidden: Tensor) -> torch.dtype:

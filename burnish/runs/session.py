@@ -6,6 +6,7 @@ environment.json names the owner: `run` is the run's lifelong id, `start` the id
 from __future__ import annotations
 
 import errno
+import logging
 import uuid
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -41,6 +42,7 @@ from burnish.tracking.rundir import (
 from burnish.tracking.spans import Spans
 from burnish.tracking.trackers import load_tracker
 
+_log = logging.getLogger(__name__)
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -148,6 +150,11 @@ def _open_records(session: Session, stack: ExitStack) -> None:
     settings = session.config.tracking
     log_path = directory.logs / f"rank-{rank}.log"
     stack.enter_context(logs.rank_log(log_path, rank, session.spans, settings.log_format))
+    if session.device.type == "cuda" and session.layout.is_main:
+        from burnish.models.kernels.missing import missing_kernels
+
+        for missing in missing_kernels(session.device):
+            _log.warning("%s: %s. To install them: %s", *missing)
     if settings.profile_steps or session.device.type == "cuda":
         from burnish.tracking.profiles import profiling
 

@@ -13,7 +13,7 @@ from importlib.util import find_spec
 import pytest
 import torch
 
-from burnish.models.logprobs import LogitTransform, LogprobOptions, can_compile, token_logprobs
+from burnish.models.logprobs import LogitTransform, LogprobOptions, missing_compiler, token_logprobs
 
 
 @pytest.mark.parametrize("transform", [LogitTransform(), LogitTransform(0.5, softcap=3.0)])
@@ -45,7 +45,7 @@ def test_values_and_gradients_equal_the_definition(
 def test_cuda_uses_the_kernels(device: torch.device) -> None:
     if device.type != "cuda" or not find_spec("triton"):
         pytest.skip("no Triton kernels here")
-    assert can_compile()
+    assert not missing_compiler()
 
 
 @pytest.mark.skipif(not find_spec("triton"), reason="Triton is not installed")

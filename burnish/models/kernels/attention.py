@@ -323,6 +323,11 @@ def _causal(dense: Sequence[Tensor], softmax: Softmax) -> Tensor:
         from burnish.models.kernels.span_attention import causal_attention
 
         return causal_attention(query, key, value, scaling, window or length, softcap, sinks)
+    if gqa and query.device.type != "cpu" and query.dtype == torch.float32:
+        # With grouped heads in fp32, CUDA has no kernel but the one that holds all scores.
+        times = query.shape[1] // key.shape[1]
+        key, value = (each.repeat_interleave(times, dim=1) for each in (key, value))
+        gqa = False
     if window is None or window >= length:
         return scaled_dot_product_attention(
             query, key, value, is_causal=True, scale=scaling, enable_gqa=gqa
