@@ -61,9 +61,9 @@ def environ(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, str]:
 BY_NIGHT = tuple(
     f"docs/guides/{name}.md"
     for name in (
-        *("add-a-method", "agents", "clusters", "code-rewards", "data", "evaluation", "extending"),
-        *("from-trl", "generators", "megatron", "preferences", "reward-models", "tracking"),
-        "distillation",
+        *("add-a-method", "agents", "asynchronous", "clusters", "code-rewards", "data"),
+        *("distillation", "environments", "evaluation", "extending", "from-trl", "generators"),
+        *("megatron", "ppo", "preferences", "resharding", "reward-models", "tracking"),
     )
 )
 """Pages whose blocks take long."""

@@ -104,7 +104,9 @@ def imbalance(own: Sequence[Tensor]) -> float:
     return float(torch.stack([each.max() / each.mean() for each in counts]).mean())
 
 
-@pytest.mark.parametrize("world", [1, 2, pytest.param(4, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize(
+    "world", [1, *(pytest.param(n, marks=pytest.mark.nightly) for n in (2, 4))]
+)
 def test_every_layout_routes_like_one_plain_model(
     path: Path, oracles: dict[str, dict[str, Any]], world: int
 ) -> None:

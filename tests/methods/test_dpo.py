@@ -88,6 +88,7 @@ def apart(work: Path, other: Path) -> Path:
 
 
 @pytest.mark.parametrize("layout", by_day(LAYOUTS, ["fsdp"]))
+@pytest.mark.nightly
 def test_two_processes_do_what_one_does(
     work: Path, other: Path, apart: Path, layout: str, tmp_path: Path
 ) -> None:

@@ -104,6 +104,7 @@ def test_engines_go_on_from_each_other(work, of_torch, begins):
     assert_same(done(work, *argv, *second, world=2), of_torch)
 
 
+@pytest.mark.nightly
 def test_supervised_fine_tuning_is_that_of_the_torch_engine(work):
     argv = ["sft", "sft.yaml", "batch.tokens_per_device=32"]
     run = done(work, *argv, MEGATRON, "name=sft_data", world=2)

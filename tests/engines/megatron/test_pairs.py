@@ -59,6 +59,7 @@ def save_dense(directory: Path, layers: int) -> Path:
     return save_tiny(directory, "qwen2", torch.float32, **changes)
 
 
+@pytest.mark.nightly
 def test_layouts_are_saved_and_loaded(tmp_path: Path) -> None:
     """Of one process and of two; of each engine by the other."""
     path = save_mixture(tmp_path / "m", UNEVEN)
