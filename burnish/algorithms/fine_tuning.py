@@ -25,8 +25,13 @@ def dft(logprobs: Tensor, micro: MicroBatch) -> Tensor:
     return -logprobs.detach().exp() * logprobs
 
 
-def sft_loss(name: str = "nll") -> Callable[[TokenOutputs, MicroBatch], tuple[Tensor, Stats]]:
+def sft_loss(
+    name: str = "nll", smoothing: float = 0.0
+) -> Callable[[TokenOutputs, MicroBatch], tuple[Tensor, Stats]]:
     """Return Σ_t m_t w_t ℓ_t / (loss tokens of the global batch), with the loss ℓ that `name` names and the weights w.
+
+    With `smoothing` ε, ℓ has the share 1 - ε, and ε the mean of -log π over the vocabulary, which the engine has computed
+    (`burnish.models.divergence.UniformReference`).
 
     Statistics: `tokens`, the number of loss tokens; and `nll`, the mean of -log π without weights, where ℓ is another loss.
 
@@ -40,8 +45,10 @@ def sft_loss(name: str = "nll") -> Callable[[TokenOutputs, MicroBatch], tuple[Te
         logprobs = torch.where(micro.loss_mask, outputs.logprobs.float(), 0.0)
         losses = token_losses(logprobs, micro).loss
         stats = Stats({"tokens": Sum(mean.local_units)})
-        if name != "nll":
+        if name != "nll" or smoothing:
             stats["nll"] = mean.mean_of(mean(-logprobs.detach()))
+        if smoothing:
+            losses = (1 - smoothing) * losses + smoothing * outputs.probed
         if micro.weights is not None:
             losses = losses * micro.weights
         return mean(losses), stats

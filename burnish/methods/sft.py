@@ -7,9 +7,11 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from pydantic import Field
+
 from burnish.config.schema import RunConfig
 from burnish.config.section import Section
-from burnish.errors import BurnishError
+from burnish.errors import BurnishError, UsageError
 from burnish.extend import FINE_TUNING_LOSSES
 from burnish.functions import no_function
 from burnish.methods.offline import OfflineMethod
@@ -30,6 +32,8 @@ class FineTuningSettings(Section):
 
     loss: str = "nll"
     """The loss of a token: nll, its negative log-likelihood; dft, the same times the token's probability (arXiv 2508.05629), so that unlikely tokens weigh less; or file.py:function."""
+    label_smoothing: float = Field(0.0, ge=0, lt=1)
+    """ε of label smoothing (arXiv 1512.00567): the loss is (1 - ε) times the negative log-likelihood, plus ε times its mean over all tokens of the vocabulary."""
     weight_column: str | None = None
     """A column of numbers that multiply the losses of their rows. 0: the row is dropped. Default: all rows count the same."""
 
@@ -58,6 +62,16 @@ class SFT(OfflineMethod):
         name = self.settings(config).loss
         if name not in FINE_TUNING_LOSSES and ":" not in name:
             yield no_function(name, "method.loss", FINE_TUNING_LOSSES)
+        others = [] if name == "nll" else [f"method.loss: {name}"]
+        others += ["distill.teachers"] if config.distill.teachers else []
+        others += ["engine.kind: megatron"] if config.engine.kind == "megatron" else []
+        if others and self.settings(config).label_smoothing:
+            yield UsageError(
+                "label smoothing is for the negative log-likelihood, without teachers, on the torch engine",
+                have=f"method.label_smoothing, and {', '.join(others)}",
+                want="one or the other",
+                do=f"remove method.label_smoothing, or {', '.join(others)}",
+            )
         if config.distill.teachers:
             from burnish.config.teacher_problems import teacher_problems
 
@@ -119,7 +133,8 @@ class SFT(OfflineMethod):
         """See `OfflineMethod.loss`."""
         from burnish.algorithms.fine_tuning import sft_loss
 
-        loss = sft_loss(self.settings(config).loss)
+        settings = self.settings(config)
+        loss = sft_loss(settings.loss, settings.label_smoothing)
         if config.distill.teachers:
             from burnish.algorithms.distillation import vocabulary_distillation
 
@@ -132,4 +147,10 @@ class SFT(OfflineMethod):
         batch, stats = super().prepare(models, batch)
         if models.teachers is not None:
             batch = models.teachers.taught(batch, lambda number: 0)
+        elif self.settings(models.foundation.config).label_smoothing:
+            from burnish.models.divergence import DivergenceProbe, UniformReference
+
+            masks = [micro.loss_mask for micro in batch.microbatches]
+            probes = [DivergenceProbe(UniformReference(), mask[mask]) for mask in masks]
+            batch = batch.with_field("probe", probes)
         return batch, stats

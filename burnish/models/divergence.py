@@ -117,6 +117,23 @@ class DivergenceProbe:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class UniformReference:
+    """All words of the vocabulary alike, as label smoothing has them (arXiv 1512.00567). D is the cross-entropy, without u's own."""
+
+    def divergence(self, rows: Tensor, logp: Tensor, part: Any) -> Tensor:
+        """See `Reference`."""
+        return _added(logp.sum(dim=-1), part).div_(-_words(logp, part))
+
+    def slope(self, rows: Tensor, logp: Tensor, part: Any) -> Tensor:
+        """See `Reference`."""
+        return torch.full_like(logp, -1.0).div_(_words(logp, part))
+
+
+def _words(logp: Tensor, part: Any) -> Tensor:
+    return _added(logp.new_tensor(logp.shape[1]), part)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class WholeReference:
     """A teacher's distribution over the whole vocabulary."""
 

@@ -67,6 +67,8 @@ def _combine(arguments: Arguments) -> None:
     arguments.carry({}, "stage")
     if arguments.look_up("use_dft_loss"):
         arguments.carry({"method.loss": "dft"}, "use_dft_loss")
+    elif not _preferred(arguments):
+        carry_numbers(arguments, {"label_smoothing_factor": "method.label_smoothing"})
     _lora(arguments)
     _layers(arguments)
     combine_batch(arguments, "per_device_train_batch_size")

@@ -154,6 +154,8 @@ def combine_trl(arguments: Arguments) -> None:
             "dft" if arguments.look_up("use_dft") else "",
         ):
             arguments.carry({"method.loss": "dft"}, "loss_type", "use_dft")
+        elif trainer == "sft":
+            carry_numbers(arguments, {"label_smoothing_factor": "method.label_smoothing"})
         _say_what_is_cut(arguments, trainer)
 
 

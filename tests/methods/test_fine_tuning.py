@@ -15,6 +15,7 @@ from support.runs.same_runs import assert_same
 from support.runs.training_files import burnish, done, make_files, metrics, write_rows
 from torch.nn.functional import log_softmax
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.trainer_pt_utils import LabelSmoother
 
 STEPS, ROWS = 4, 4
 RUN = ("sft", "weighted.yaml")
@@ -99,6 +100,37 @@ def test_losses_of_rows_and_turns_have_their_weights(work: Path, alone: Path) ->
     near(load_model(alone), model.state_dict(), 2e-5)
 
 
+@pytest.mark.nightly
+def test_labels_are_smoothed_as_transformers_does(work: Path) -> None:
+    """A step takes whole rows, so the trainer's mean over tokens is that of the step."""
+    texts = [f"{a}+{a}={2 * a}" for a in range(4)]
+    write_rows(work / "texts.jsonl", [{"text": text} for text in texts])
+    smoothed = ["data.train=[texts.jsonl]", "method={label_smoothing: 0.2}", "optim.lr=0.01"]
+    run = done(work, *RUN, "name=smoothed", "steps=1", *smoothed)
+    for layout, settings in LAYOUTS.items():
+        name = f"name=smoothed-{layout}"
+        assert_same(done(work, *RUN, name, "steps=1", *smoothed, *settings, world=2), run)
+    begun = done(work, *RUN, "name=unsmoothed", "steps=1", *smoothed, "optim.lr=0")
+    start = begun / "checkpoints/step-00000001/model"
+    model = AutoModelForCausalLM.from_pretrained(start, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(start)
+    rows = [[*tokenizer.encode(text), tokenizer.eos_token_id] for text in texts]
+    width = max(map(len, rows))
+    ids = torch.tensor([row + [tokenizer.eos_token_id] * (width - len(row)) for row in rows])
+    labels = torch.tensor([row + [-100] * (width - len(row)) for row in rows])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-5, weight_decay=0.0)
+    output = model(ids)
+    loss = LabelSmoother(0.2)(output, labels, shift_labels=True)
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    (row,) = [row for row in metrics(run) if "train/loss" in row]
+    assert row["train/loss"] == pytest.approx(loss.item(), rel=1e-5)
+    plain = LabelSmoother(0.0)(output, labels, shift_labels=True)
+    assert row["train/nll"] == pytest.approx(plain.item(), rel=1e-5)
+    near(load_model(run, 1), model.state_dict(), 2e-5)
+
+
 LAYOUTS = {
     "fsdp": [],
     "tp": ["engine.tensor_parallel=2"],
@@ -132,6 +164,8 @@ def test_a_run_goes_on_with_the_function_that_it_began_with(work: Path) -> None:
     ("argv", "facts"),
     [
         (["method.loss=dtf"], ["method.loss", "dft"]),
+        (["method.label_smoothing=0.1"], ["method.label_smoothing", "method.loss: dft"]),
+        (["method={label_smoothing: 1}"], ["label_smoothing"]),
         (["method.weight_column=imprtance"], ["method.weight_column", "imprtance"]),
         (["method.weight_column=messages"], ["row 0", "chats.jsonl", "messages"]),
     ],

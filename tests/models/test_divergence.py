@@ -19,6 +19,7 @@ from burnish.models.divergence import (
     StatesProbe,
     TopProbe,
     TopReference,
+    UniformReference,
     WholeReference,
 )
 from burnish.models.logprobs import LogitTransform, LogprobOptions
@@ -27,6 +28,7 @@ from burnish.models.scorer import ScoringPlan
 
 WORDS, SIZE = 24, 8
 MIXES = (0.0, 0.3, 1.0)
+CASES = [*((mix, k) for k in (None, 3) for mix in MIXES), (0.0, 0)]
 TRANSFORMS = (LogitTransform(), LogitTransform(0.5, softcap=3.0))
 
 
@@ -53,6 +55,9 @@ def whole_logprobs(states: Tensor, weight: Tensor, options: LogprobOptions) -> T
 
 
 def by_formula(logp: Tensor, logq: Tensor, mix: float, k: int | None) -> Tensor:
+    """`k` 0 is the uniform distribution in a teacher's place."""
+    if k == 0:
+        return -logp.mean(-1)
     p = logp.exp()
     q = logq.exp()
     if k is not None:
@@ -76,10 +81,12 @@ def in_chunks(
     states, weight, of_teacher, head = parts
     own = plan()
     with torch.no_grad():
-        if k is None:
+        if k == 0:
+            reference: Any = UniformReference()
+        elif k is None:
             (said,) = StatesProbe().read(of_teacher, head, own, options, part)
             copied = HeadProbe().read(of_teacher, head, own, options, part)
-            reference: Any = WholeReference(said, copied, mix)
+            reference = WholeReference(said, copied, mix)
         else:
             reference = TopReference(*TopProbe(k).read(of_teacher, head, own, options, part), mix)
     taught = torch.arange(len(own.scored)) < len(own.scored) - 1
@@ -87,8 +94,7 @@ def in_chunks(
     return probe.read(states, weight, own, options, part)
 
 
-@pytest.mark.parametrize("k", [None, 3])
-@pytest.mark.parametrize("mix", MIXES)
+@pytest.mark.parametrize(("mix", "k"), CASES)
 @pytest.mark.parametrize("transform", TRANSFORMS, ids=["plain", "softcap"])
 def test_it_is_the_formula_with_its_gradient(
     mix: float, k: int | None, transform: LogitTransform
@@ -158,24 +164,22 @@ def divided(layout: Layout) -> list[list[Tensor]]:
     tokens = range(layout.rank * half, (layout.rank + 1) * half)
     part = VocabularyPart(tokens, torch.distributed.group.WORLD)  # type: ignore[arg-type]
     found = []
-    for k in (None, 3):
-        for mix in MIXES:
-            states, weight, of_teacher, head = drawn(2)
-            states.requires_grad_()
-            own = weight[tokens.start : tokens.stop].clone().requires_grad_()
-            given = (states, own, of_teacher, head[tokens.start : tokens.stop].clone())
-            values = in_chunks(given, LogprobOptions(8), mix, k, part)
-            gradients = torch.autograd.grad(values.square().sum(), (states, own))
-            torch.distributed.all_reduce(gradients[0])
-            found.append([values.detach(), *gradients])
+    for mix, k in CASES:
+        states, weight, of_teacher, head = drawn(2)
+        states.requires_grad_()
+        own = weight[tokens.start : tokens.stop].clone().requires_grad_()
+        given = (states, own, of_teacher, head[tokens.start : tokens.stop].clone())
+        values = in_chunks(given, LogprobOptions(8), mix, k, part)
+        gradients = torch.autograd.grad(values.square().sum(), (states, own))
+        torch.distributed.all_reduce(gradients[0])
+        found.append([values.detach(), *gradients])
     return found
 
 
 @pytest.mark.nightly
 def test_ranks_divide_the_vocabulary() -> None:
     ranks = run_ranks(divided, 2)
-    cases = [(k, mix) for k in (None, 3) for mix in MIXES]
-    for number, (k, mix) in enumerate(cases):
+    for number, (mix, k) in enumerate(CASES):
         states, weight, *teacher = drawn(2)
         states.requires_grad_()
         weight.requires_grad_()
