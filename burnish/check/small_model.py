@@ -119,9 +119,10 @@ def _shrunken(
     by_layer = _cut_layers(text, engine.pipeline_parallel * engine.virtual_stages)
     _narrow_heads(text, tensor, engine.sequence_parallel, apart=apart)
     _narrow_states(text)
-    if getattr(text, "qk_rope_head_dim", None) and getattr(text, "qk_nope_head_dim", None):
-        text.head_dim = _ROTARY
-        text.qk_head_dim = _ROTARY + 16
+    rotated, unrotated = (getattr(text, f"qk_{n}_head_dim", None) for n in ("rope", "nope"))
+    if rotated and unrotated:
+        text.head_dim = min(rotated, _ROTARY)
+        text.qk_head_dim = text.head_dim + min(unrotated, _HEAD_DIM)
     for part in {id(part): part for part in (config, text)}.values():
         for name, value in list(vars(part).items()):
             if name.endswith("_token_id") and value is not None:

@@ -1,7 +1,8 @@
 """Keep a composite what it was: a checkpoint whose model also reads images, video or audio.
 
 Burnish trains its language model alone, as transformers' causal language model of the same type. A step of the run is
-the composite again, with its own names, configuration and processor, and with every other tensor as it was.
+the composite again, with its own names, configuration and processor, and with every other tensor as it was. So are layers for
+multi-token prediction, which transformers' models lack (arXiv 2412.19437, section 2.2).
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from transformers.utils import (
 from burnish.boxes.tensor_reader import DirectoryReader, TensorInfo
 from burnish.errors import IncompatibleError, few
 from burnish.files.strict_json import parse_object
-from burnish.models.language_model import Composite, language_config
+from burnish.models.language_model import MTP, Composite, language_config
 from burnish.models.meta_init import build_on_meta
 from burnish.models.names import tensor_specs, tied_names
 
@@ -63,6 +64,36 @@ def composite_at(directory: Path, hf_config: PretrainedConfig) -> Composite | No
     tensors = DirectoryReader(directory).tensors
     prefix, names = language_names(tensors, build_on_meta(hf_config))
     rest = _beside(tensors, names)
+    _require_plain(directory, rest)
+    strays = [name for name in rest if prefix and name.startswith(prefix)]
+    return Composite(directory, names, rest, frozenset(strays))
+
+
+def with_mtp_layers(directory: Path, hf_config: PretrainedConfig) -> Composite | None:
+    """Return the layers for multi-token prediction in the directory of the language model `hf_config`; None if there are none.
+
+    Raises `IncompatibleError` for quantized ones.
+    """
+    rest = mtp_layers(DirectoryReader(directory).tensors, hf_config)
+    _require_plain(directory, rest)
+    return Composite(directory, {}, rest) if rest else None
+
+
+def mtp_layers(
+    tensors: Mapping[str, TensorInfo], hf_config: PretrainedConfig
+) -> dict[str, TensorInfo]:
+    """Return the tensors of layers for multi-token prediction that the model of `hf_config` lacks.
+
+    Their names begin with "mtp" (Qwen3-Next), or they lie in a layer that joins embeddings and hidden states (DeepSeek-V3, GLM-4.5).
+    """
+    joins = ".eh_proj.weight"
+    layers = tuple(n.removesuffix(joins) + "." for n in tensors if n.endswith(joins))
+    found = {n: t for n, t in tensors.items() if n.startswith(layers) or MTP.search(n)}
+    own = {spec.name for spec in tensor_specs(build_on_meta(hf_config))} if found else set()
+    return {name: each for name, each in found.items() if name not in own}
+
+
+def _require_plain(directory: Path, rest: Mapping[str, TensorInfo]) -> None:
     quantized = [name for name, each in rest.items() if _is_quantized(each.dtype)]
     if quantized:
         raise IncompatibleError(
@@ -71,8 +102,6 @@ def composite_at(directory: Path, hf_config: PretrainedConfig) -> Composite | No
             want="weights of 16 bits or more, because a saved model has no quantization_config",
             do="dequantize the model first",
         )
-    strays = [name for name in rest if prefix and name.startswith(prefix)]
-    return Composite(directory, names, rest, frozenset(strays))
 
 
 def language_names(stored: Collection[str], model: PreTrainedModel) -> tuple[str, dict[str, str]]:
@@ -116,21 +145,30 @@ def _outwards(prefixes: list[str], name: str) -> list[str]:
 
 def kept_beside(config: bytes, tensors: Mapping[str, TensorInfo]) -> frozenset[str]:
     """Return the names of the tensors beside the language model in the checkpoint of this config.json."""
-    language = language_within(config)
-    if language is None:
+    whole = _known(config)
+    if whole is None:
         return frozenset()
+    language = language_config(whole)
+    if language is whole:
+        return frozenset(mtp_layers(tensors, whole))
     return frozenset(_beside(tensors, language_names(tensors, build_on_meta(language))[1]))
 
 
 def language_within(config: bytes) -> PretrainedConfig | None:
     """Return the configuration of the language model in a composite's config.json; None for another model's."""
+    whole = _known(config)
+    language = None if whole is None else language_config(whole)
+    return None if language is whole else language
+
+
+def _known(config: bytes) -> PretrainedConfig | None:
+    """Read a config.json; None if transformers has no class for it."""
     values = parse_object(config, _CONFIG)
     kind = values.get("model_type")
     if "auto_map" in values or not isinstance(kind, str) or kind not in CONFIG_MAPPING:
         return None
-    whole = CONFIG_MAPPING[kind].from_dict(values)
-    language = language_config(whole)
-    return None if language is whole else language
+    known: PretrainedConfig = CONFIG_MAPPING[kind].from_dict(values)
+    return known
 
 
 def _beside(tensors: Mapping[str, TensorInfo], names: Mapping[str, str]) -> dict[str, TensorInfo]:

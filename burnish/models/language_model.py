@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,8 @@ from burnish.boxes.tensor_reader import TensorInfo
 from burnish.models.heads import has_value_head
 from burnish.models.meta_init import other_inputs
 
+MTP = re.compile(r"(^|\.)mtp[._]|\.eh_proj\.weight$")
+"""Found in names of tensors that only layers for multi-token prediction have."""
 _WITH_IMAGES = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES | MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES
 
 
@@ -38,11 +41,11 @@ def language_config(config: PretrainedConfig) -> PretrainedConfig:
 
 @dataclass(frozen=True, slots=True)
 class Composite:
-    """The checkpoint around a language model, whose model also reads images, video or audio."""
+    """The checkpoint around a language model, whose model also reads images, video or audio, or that has layers for multi-token prediction."""
 
     directory: Path
     names: Mapping[str, str]
-    """The checkpoint's name of each tensor of the language model, by the language model's own."""
+    """The checkpoint's name of each tensor of the language model, by the language model's own; empty if it is the checkpoint's own model."""
     rest: Mapping[str, TensorInfo]
     """All other tensors, which are kept as they are."""
     strays: frozenset[str] = frozenset()

@@ -43,7 +43,7 @@ from burnish.files.safetensors import (
 from burnish.files.storage import Closing
 from burnish.files.strict_json import parse_object
 from burnish.models.heads import has_value_head
-from burnish.models.language_model import Composite, language_config
+from burnish.models.language_model import MTP, Composite, language_config
 from burnish.models.meta_init import (
     build_on_meta,
     has_own_code,
@@ -153,13 +153,19 @@ def _with_own_head(config: PretrainedConfig, directory: Path) -> PretrainedConfi
 
 
 def composite_of(path: str | None, hf_config: PretrainedConfig) -> Composite | None:
-    """Return the checkpoint around `hf_config`'s language model; None if `path` holds it alone. Reads only headers.
+    """Return the checkpoint around `hf_config`'s language model; None if `path` holds no other tensors to keep. Reads only headers.
 
     Raises `IncompatibleError` for one that cannot be kept.
     """
     directory = Path(path or "").expanduser()
-    if path is None or hf_config.model_type == _model_type(directory):
+    if path is None:
         return None
+    if hf_config.model_type == _model_type(directory):
+        if not any(map(MTP.search, DirectoryReader(directory).tensors)):
+            return None
+        from burnish.models.composite import with_mtp_layers
+
+        return with_mtp_layers(directory, hf_config)
     from burnish.models.composite import composite_at
 
     return composite_at(directory, hf_config)

@@ -129,7 +129,7 @@ class Foundation(TextFoundation):
             is_fp32 = self.config.checkpoint.model_dtype == "fp32"
             dtype = torch.float32 if is_fp32 else torch.bfloat16
             save_model_assets(self.hf_config, self.tokenizer, directory, dtype, self.eos_token_ids)
-            if self.composite is not None:
+            if self.composite is not None and self.names:
                 from burnish.models import composite
 
                 composite.write_composite_assets(self.composite, directory, dtype)
@@ -218,7 +218,7 @@ def lay_foundation(
         routing.require_routers(hf_config, "algorithm.router_replay")
     base = weights_source(config.model, hf_config, config.seed)
     composite = composite_of(config.model.path, hf_config)
-    if composite is not None:
+    if composite is not None and composite.names:
         from burnish.check import composite_proof
 
         composite_proof.prove_composite(composite, hf_config, layout)

@@ -113,7 +113,6 @@ def test_a_weight_beside_its_packed_form_is_refused(tmp_path: Path) -> None:
 
 
 UNUSED = {
-    "mtp.fc.weight": torch.ones(3),
     "v_head.summary.weight": torch.ones(1, 32),
     "model.layers.2.mlp.up_proj.weight": torch.ones(48, 32),
     "model.layers.0.self_attn.q_proj.weight_scale": torch.ones(()),
@@ -130,7 +129,6 @@ def test_every_tensor_that_the_model_lacks_is_named_in_one_sentence(
     loaded(tmp_path)
     [line] = said(caplog)
     beginnings = (
-        "mtp.",
         "v_head.",
         "model.layers.2.",
         "model.layers.3.* (40)",

@@ -586,7 +586,7 @@ def within(
 
     Raises `IncompatibleError` if that class has no place for them.
     """
-    if composite is None:
+    if composite is None or not composite.names:
         return None
     from burnish.models.composite import language_modules
 
