@@ -66,6 +66,12 @@ _OF_ENGINE: Sequence[_Constraint] = (
     ("engine.expert_parallel", _MEGATRON, ""),
     ("engine.expert_tensor_parallel", _MEGATRON, ""),
     ("engine.layers", _MEGATRON, ""),
+    ("engine.megatron", _MEGATRON, ""),
+    (
+        "engine.megatron.overlap_param_gather=true",
+        "engine.megatron.overlap_grad_reduce=auto|true",
+        "Megatron gathers weights in the pieces in which it reduces gradients",
+    ),
     (
         "engine.layers=transformer_engine",
         "engine.precision=auto|bf16",

@@ -110,6 +110,21 @@ class ModelConfig(Section):
         return self.adapter if self.lora.publish == "adapter" else None
 
 
+class MegatronConfig(Section):
+    """What makes the Megatron engine faster, by Megatron-Core's names. The defaults are right for most runs."""
+
+    overlap_grad_reduce: MayChange[Literal["auto"] | bool] = "auto"
+    """Add gradients up over data-parallel processes while the backward pass goes on. auto: if there are several."""
+    overlap_param_gather: MayChange[Literal["auto"] | bool] = "auto"
+    """Exchange stepped weights while the next forward pass goes on. auto: if there are several data-parallel processes."""
+
+    def overlaps(self, copies: int) -> tuple[bool, bool]:
+        """Return both settings for so many data-parallel processes."""
+        told = (self.overlap_grad_reduce, self.overlap_param_gather)
+        reduces, gathers = (copies > 1 if each == "auto" else each for each in told)
+        return reduces, gathers
+
+
 class EngineConfig(Section):
     """How the model is trained."""
 
@@ -145,6 +160,8 @@ class EngineConfig(Section):
     """megatron, mixtures of experts: number of processes that share the matrices of each expert. Default: `tensor_parallel`."""
     layers: MayChange[Literal["auto", "torch", "transformer_engine"]] = "auto"
     """megatron: whose matrices, norms and experts to use. auto: TransformerEngine's where it is installed, on CUDA in bf16; otherwise torch's. If Apex is installed, torch's use its kernel to add gradients, unless you set torch."""
+    megatron: MegatronConfig = MegatronConfig()
+    """Speed of the Megatron engine."""
     reshard_after_forward: MayChange[bool] = True
     """torch: free each layer's gathered weights between forward and backward. Costs one more gather."""
     reduce_each_microbatch: MayChange[bool] = True

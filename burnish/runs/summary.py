@@ -78,6 +78,7 @@ def summary(
     if not method.trains and config.rollout.engine == "openai":
         rows = [("model", f"{config.rollout.model} at {config.rollout.url}")]
     rows += [("layout", _layout(engine, world))] if method.trains and world > 1 else []
+    rows += [("megatron", _megatron(engine, world))] if engine.kind == "megatron" else []
     count = 0
     about = ""
     if method.trains:
@@ -134,6 +135,16 @@ def _layout(engine: EngineConfig, world: int) -> str:
         shard = world // (engine.replicas * math.prod(sizes.values()))
         sizes = {"replicas": engine.replicas, "shard": shard, **sizes}
     return " × ".join(f"{size} {name}" for name, size in sizes.items())
+
+
+def _megatron(engine: EngineConfig, world: int) -> str:
+    copies = max(1, world // (engine.tensor_parallel * engine.pipeline_parallel))
+    reduces, gathers = engine.megatron.overlaps(copies)
+    exchanged = {"gradients": reduces, "stepped weights": gathers}
+    return ", ".join(
+        f"{name} exchanged {'during passes' if overlaps else 'between passes'}"
+        for name, overlaps in exchanged.items()
+    )
 
 
 def sampling_rows(

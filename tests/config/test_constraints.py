@@ -83,6 +83,7 @@ def test_experts_divide_the_processes_of_a_stage() -> None:
         ("torch", "engine.megatron_sequence_parallel", "false"),
         ("torch", "engine.expert_tensor_parallel", "1"),
         ("torch", "engine.layers", "torch"),
+        ("torch", "engine.megatron.overlap_grad_reduce", "true"),
     ],
 )
 def test_an_engine_refuses_what_only_the_other_has(kind: str, setting: str, value: str) -> None:

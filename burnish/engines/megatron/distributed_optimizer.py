@@ -62,8 +62,14 @@ class MegatronOptimizer:
         mesh: MegatronMesh,
         layout: Layout,
     ) -> None:
-        self.chunks = [_wrapped(stage, mesh) for stage in stages]
+        overlaps = config.megatron.overlaps(mesh.groups.dp_cp.size())
+        self._reduces_early, self._gathers_late = overlaps
+        self.chunks = [_wrapped(stage, mesh, *overlaps) for stage in stages]
         """The stages, wrapped with the buffers in which their gradients accumulate."""
+        if self._reduces_early:
+            # By these functions the schedules say which micro-batch is the last.
+            waits = [chunk.no_sync for chunk in self.chunks]
+            stages[0].config.no_sync_func = waits if len(waits) > 1 else waits[0]
         self._config = config
         self._optim = optim
         self._mesh = mesh
@@ -103,8 +109,44 @@ class MegatronOptimizer:
         for part in self.parts:
             _set_steps(part.optimizer, steps)
 
+    def begin_backward(self) -> None:
+        """Prepare for gradients. Those of an earlier pass that ranks have added up stay with the rank that steps them. Collective."""
+        if not self._reduces_early:
+            return
+        for group in self._bucket_groups():
+            if group.grad_reduce_handle is not None:
+                group.grad_reduce_handle.wait()
+                group.grad_reduce_handle = None
+                of_process = group.intra_distributed_optimizer_instance_rank
+                for bucket in group.buckets:
+                    shards = bucket.grad_data.chunk(group.intra_distributed_optimizer_instance_size)
+                    for rank, shard in enumerate(shards):
+                        if rank != of_process:
+                            shard.zero_()
+            group.reset()
+
+    def wait(self) -> None:
+        """Wait for the exchanges that have begun."""
+        for group in self._bucket_groups():
+            for handle in (group.grad_reduce_handle, group.param_gather_handle):
+                if handle is not None:
+                    handle.wait()
+
+    def gather(self) -> None:
+        """Make all weights of the model those of the last step; forward passes do so by themselves. Collective."""
+        for group in self._bucket_groups() if self._gathers_late else ():
+            group.finish_param_sync(skip_next_bucket_dispatch=True)
+
+    def _bucket_groups(self) -> Iterator[Any]:
+        for chunk in self.chunks:
+            yield from chunk.bucket_groups
+            yield from chunk.expert_parallel_bucket_groups
+
     def reduce(self) -> float:
         """Add the gradients up over all ranks, once a step; return their global 2-norm. Collective."""
+        for group in self._bucket_groups() if self._reduces_early else ():
+            if group.grad_reduce_handle is None:  # in the first step, or without a backward pass
+                group.start_grad_sync()
         finalize_model_grads(self.chunks, None, pg_collection=self._mesh.groups)
         self._chained.prepare_grads()
         return float(self._chained.get_grad_norm())
@@ -156,8 +198,10 @@ class MegatronOptimizer:
                 yield from (held for held in state.values() if isinstance(held, Tensor))
 
 
-def _wrapped(stage: PackedGPT, mesh: MegatronMesh) -> DistributedDataParallel:
-    """Give a stage buffers for its gradients.
+def _wrapped(
+    stage: PackedGPT, mesh: MegatronMesh, reduces_early: bool, gathers_late: bool
+) -> DistributedDataParallel:
+    """Give a stage buffers for its gradients. Exchanges of gradients and weights may overlap with passes.
 
     Megatron copies the weights. So the unloaded weights are freed first, by expanding one element.
     """
@@ -169,7 +213,8 @@ def _wrapped(stage: PackedGPT, mesh: MegatronMesh) -> DistributedDataParallel:
         ddp_config=DistributedDataParallelConfig(
             grad_reduce_in_fp32=True,
             use_distributed_optimizer=True,
-            overlap_grad_reduce=False,
+            overlap_grad_reduce=reduces_early,
+            overlap_param_gather=gathers_late,
         ),
         module=stage,
         pg_collection=mesh.groups,

@@ -115,8 +115,9 @@ class MegatronEngine(ShardedEngine):
 
     def forward_backward(self, batch: Batch, loss: LossFn) -> Stats:
         """See `Engine.forward_backward`."""
-        trained(self._optimizer)
+        optimizer = trained(self._optimizer)
         batch, factors, of_experts = self._balanced(batch)
+        optimizer.begin_backward()
         stats, (total, aux) = Stats(), torch.zeros(2, dtype=torch.float32, device=self._device)
         routings: list[Routing] = []
 
@@ -198,10 +199,12 @@ class MegatronEngine(ShardedEngine):
 
     def published(self) -> Publication:
         """See `Engine.published`."""
+        self._finish_exchanges()
         return Publication(self._shards.model())
 
     def load(self, source: ShardSource, what: Part) -> None:
         """See `Engine.load`."""
+        self._finish_exchanges()
         if what is Part.WEIGHTS:
             with megatron_called():
                 self._shards.fill(source)
@@ -211,6 +214,7 @@ class MegatronEngine(ShardedEngine):
     @contextmanager
     def offloaded(self) -> Iterator[None]:
         """See `Engine.offloaded`."""
+        self._finish_exchanges()
         tensors = [parameter.data for chunk in self._chunks for parameter in chunk.parameters()]
         tensors += [] if self._optimizer is None else self._optimizer.tensors()
         with offloaded(tensors, self.arena, self._device, self.layout):
@@ -218,9 +222,17 @@ class MegatronEngine(ShardedEngine):
 
     def close(self) -> None:
         """See `Engine.close`. Also destroys groups that this engine made. Collective."""
+        if self._optimizer is not None:
+            self._optimizer.wait()
         del self._chunks, self._optimizer, self._shards
         if self._owns_mesh:
             self.mesh.close()
+
+    def _finish_exchanges(self) -> None:
+        if self._optimizer is not None:
+            with megatron_called():
+                self._optimizer.gather()
+                self._optimizer.wait()
 
     def _run(
         self, planned: Iterator[_Planned], count: int, loss: _LossOf, *, forward_only: bool = False

@@ -152,6 +152,11 @@ class PackedGPT(GPTModel):
     def _scored(self, hidden: Tensor, plan: ScoringPlan, temperature: float) -> TokenOutputs:
         states = hidden[:, 0]
         part = self.part
+        head = self.output_layer if self.score is None else self.score
+        for (
+            hook
+        ) in head._forward_pre_hooks.values():  # nothing calls the head, so its weights wait here
+            hook(head, ())
         if self.score is not None:
             values = state_values(states, self.score)
             values = part.all_values(values) if self.config.sequence_parallel else values

@@ -380,7 +380,9 @@ class _GroupedProduct(torch.autograd.Function):
         of_rows = _grouped_product(gradient, weight, counts)
         if ctx.main_grad is not None:
             _add_outer_products(ctx.main_grad, gradient, rows, counts)
-            return of_rows, None, None
+            # Megatron counts the gradients that have come, so an unused one goes on, as from its own linear layers.
+            weight.grad_added_to_main_grad = True
+            return of_rows, torch.empty_like(weight), None
         of_weight = torch.zeros_like(weight)
         _add_outer_products(of_weight, gradient, rows, counts)
         return of_rows, of_weight, None
