@@ -17,7 +17,7 @@ from burnish.models.meta_init import build_on_meta, model_sizes
 from burnish.models.names import model_shards, tensor_specs
 
 PADDED = 128
-FAMILIES = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")
+FAMILIES = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "youtu")
 
 
 def checkpoint(family: str, **changes: object) -> dict[str, Tensor]:
@@ -50,7 +50,7 @@ def fused(
         ours, theirs = f"decoder.layers.{layer}", f"model.layers.{layer}"
         for kind in ("weight", "bias"):
             names = [f"{theirs}.self_attn.{letter}_proj.{kind}" for letter in "qkv"]
-            if names[0] in held:
+            if names[1] in held:
                 parts = [held[name].chunk(groups, 0) for name in names]
                 qkv = torch.cat([part[g] for g in range(groups) for part in parts])
                 yield f"{ours}.self_attention.linear_qkv.{kind}", rows(qkv)
@@ -59,6 +59,17 @@ def fused(
             columns(f"{theirs}.self_attn.o_proj.weight"),
         )
         for mine, name in (
+            ("linear_q_up_proj", "q_b_proj"),
+            ("linear_kv_up_proj", "kv_b_proj"),
+        ):
+            if f"{theirs}.self_attn.{name}.weight" in held:
+                cut = rows(held[f"{theirs}.self_attn.{name}.weight"])
+                yield f"{ours}.self_attention.{mine}.weight", cut
+        for mine, name in (
+            ("self_attention.linear_q_down_proj", "self_attn.q_a_proj"),
+            ("self_attention.linear_kv_down_proj", "self_attn.kv_a_proj_with_mqa"),
+            ("self_attention.q_layernorm", "self_attn.q_a_layernorm"),
+            ("self_attention.kv_layernorm", "self_attn.kv_a_layernorm"),
             ("input_layernorm", "input_layernorm"),
             ("pre_mlp_layernorm", "post_attention_layernorm"),
             ("self_attention.q_layernorm", "self_attn.q_norm"),
@@ -110,6 +121,16 @@ def test_parameters_of_all_ranks_are_the_checkpoint(family: str, ranks: int) -> 
     assert {name: tuple(tensor.shape) for name, tensor in built.items()} == specs
     for name, tensor in built.items():
         assert torch.equal(tensor, held[name]), name
+
+
+def test_norms_of_latents_may_be_fused_with_the_matrix_behind_them() -> None:
+    """As Megatron with TransformerEngine saves them."""
+    sizes = model_sizes(tiny_config("youtu"))
+    slots = MegatronSlot(), MegatronSlot()
+    for letter, matrix in (("q", "linear_q_up_proj"), ("kv", "linear_kv_up_proj")):
+        name = f"decoder.layers.1.self_attention.{matrix}.layer_norm_weight"
+        (region,) = regions_of(name, (12,), sizes, *slots)
+        assert region.name == f"model.layers.1.self_attn.{letter}_a_layernorm.weight"
 
 
 def test_experts_of_one_parameter_are_boxes_of_it() -> None:
