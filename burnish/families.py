@@ -63,9 +63,11 @@ class Family:
     optional_biases: tuple[str, ...] = ("attention_bias",)
     """Fields of config.json that add biases."""
     has_router: bool = False
-    """Layers have softmax routers that send each token to its top-k experts."""
-    sigmoid_bias: str = ""
-    """Name of the routers' bias in the checkpoint, if they score by sigmoid and choose by score + bias (arXiv 2412.19437, equation 16)."""
+    """Layers have routers that send each token to its top-k experts."""
+    scores_by_sigmoid: bool = False
+    """Routers score by sigmoid (arXiv 2412.19437, equation 15); others by softmax."""
+    router_bias: str = ""
+    """Name of the routers' bias in the checkpoint, if they choose by score + bias (arXiv 2412.19437, equation 16)."""
     softmax_of_chosen: bool = False
     """The router's softmax is over the logits of the chosen experts."""
     experts_module: str = "mlp"
@@ -115,7 +117,11 @@ class Family:
 _undescribed = partial(Family, described=False)
 _on_torch = partial(_undescribed, on_megatron=False)
 _by_sigmoid = partial(
-    _undescribed, sigmoid_bias="gate.e_score_correction_bias", shared_expert="shared_experts"
+    _undescribed,
+    has_router=True,
+    scores_by_sigmoid=True,
+    router_bias="gate.e_score_correction_bias",
+    shared_expert="shared_experts",
 )
 FAMILIES: Mapping[str, Family] = {
     "llama": Family(optional_biases=("attention_bias", "mlp_bias")),
@@ -165,11 +171,12 @@ FAMILIES: Mapping[str, Family] = {
     ),
     **dict.fromkeys(("dots1", "glm4_moe"), _by_sigmoid(query_norms="head")),
     "exaone_moe": _by_sigmoid(
-        sigmoid_bias="e_score_correction_bias", query_norms="head", rotates_in_windows=True
+        router_bias="e_score_correction_bias", query_norms="head", rotates_in_windows=True
     ),
-    "minimax_m2": _undescribed(
+    "minimax_m2": _by_sigmoid(
         query_norms="full",
-        sigmoid_bias="e_score_correction_bias",
+        router_bias="e_score_correction_bias",
+        shared_expert="",
         experts_module="block_sparse_moe",
         expert_projections=_MIXTRAL_MLP,
     ),

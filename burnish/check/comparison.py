@@ -22,11 +22,19 @@ from burnish.data.batching import make_batch
 from burnish.distributed.collectives import gather_objects
 from burnish.distributed.layout import Layout
 from burnish.engines.base import Engine, LossFn, Part, compute_dtype
+from burnish.engines.expert_load import biases_of
 from burnish.engines.torch.parallelize import keep_activations
 from burnish.errors import BurnishError
+from burnish.families import family_of
 from burnish.models.heads import has_value_head
 from burnish.models.lora.adapter import Adapter
-from burnish.models.meta_init import build_on_meta, count_flops, materialize, plain_model
+from burnish.models.meta_init import (
+    build_on_meta,
+    count_flops,
+    materialize,
+    plain_model,
+    router_sizes,
+)
 from burnish.models.names import Region, is_matrix, model_shards, regions
 from burnish.models.scorer import Scorer, ScoringPlan
 from burnish.records import Batch, Example, MicroBatch, TokenOutputs
@@ -104,7 +112,7 @@ class BatchOutcome:
     gradients: Tensors
     """By canonical name; clipped if they come from an engine."""
     weights: Tensors
-    """From an engine after the optimizer step, else before it."""
+    """From an engine after the optimizer step, else before it, but with updated biases of routers."""
     copies: Sequence[Difference] = ()
     """Distances between the copies of a tensor on several ranks."""
     entropies: Tensors = field(default_factory=dict)
@@ -242,7 +250,8 @@ def plain_step(material: Material, dtype: torch.dtype = torch.float32) -> BatchO
     batch = material.batch(Layout(), material.tokens)
     (micro,), (order,) = batch.microbatches, batch.examples
     weight = material.engine.router_aux_loss
-    routed = _router_logits(model) if weight else []
+    rate = material.engine.router_bias_update_rate
+    routed = _routed(model) if weight or rate else []
     with recording(model) as calls:
         outputs = [plain_outputs(model, material.examples[n], micro.temperature) for n in order]
     joined = TokenOutputs(
@@ -251,13 +260,15 @@ def plain_step(material: Material, dtype: torch.dtype = torch.float32) -> BatchO
     value, _ = weighted_output(joined, micro)
     balance = torch.zeros(())
     if weight:
-        text = model.config.get_text_config()
-        logits = tuple(map(torch.cat, routed))
-        balance = load_balancing_loss_func(logits, text.num_experts, text.num_experts_per_tok)
+        balance = _balance(model, routed)
     value = value + weight * balance
     value.backward()  # type: ignore[no-untyped-call]
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     norm = torch.nn.utils.get_total_norm(gradients.values())
+    for router, bias in biases_of(model) if rate else ():
+        chosen = torch.cat([each for _, each in routed[router]])
+        load = torch.bincount(chosen.flatten(), minlength=len(bias)).float()
+        bias += rate * (load.mean() - load).sign()
     return BatchOutcome(
         _by_sequence(micro, order, _values_of(joined)),
         float(balance.detach()),
@@ -311,17 +322,29 @@ def eager_model(material: Material) -> PreTrainedModel:
     return model
 
 
-def _router_logits(model: PreTrainedModel) -> list[list[Tensor]]:
-    """Return a list per router that collects its logits [T, E] of each forward pass."""
-    by_router: list[list[Tensor]] = []
+def _routed(model: PreTrainedModel) -> list[list[tuple[Tensor, Tensor]]]:
+    """Return a list per router that collects logits [T, E] and experts [T, k] of each forward pass."""
+    by_router: list[list[tuple[Tensor, Tensor]]] = []
     for name, module in model.named_modules():
         if name.endswith((".mlp.gate", ".mlp.router")):
-            logits: list[Tensor] = []
+            calls: list[tuple[Tensor, Tensor]] = []
             module.register_forward_hook(
-                lambda _, __, output, collected=logits: collected.append(output[0])
+                lambda _, __, output, collected=calls: collected.append((output[0], output[2]))
             )
-            by_router.append(logits)
+            by_router.append(calls)
     return by_router
+
+
+def _balance(model: PreTrainedModel, routed: list[list[tuple[Tensor, Tensor]]]) -> Tensor:
+    """Return the load-balancing loss of all tokens: transformers' own, but of shares of sigmoids (arXiv 2412.19437, equation 19)."""
+    logits = [torch.cat([each for each, _ in calls]) for calls in routed]
+    _, experts, chosen = router_sizes(model.config)
+    if not family_of(model.config.get_text_config().model_type).scores_by_sigmoid:
+        return load_balancing_loss_func(tuple(logits), experts, chosen)
+    scores = torch.cat(logits).sigmoid()
+    choices = torch.cat([each for calls in routed for _, each in calls]).flatten()
+    load = torch.bincount(choices, minlength=experts).float() / len(scores)
+    return experts * torch.dot(load, (scores / scores.sum(-1, keepdim=True)).mean(0))
 
 
 def packed_model(

@@ -44,6 +44,7 @@ PLAIN = {
     "activation_offload": False,
     "offload_during_rollout": False,
     "router_aux_loss": 0.0,
+    "router_bias_update_rate": 0.0,
     "logprob_chunk": None,
 }
 """Settings of the engine that a proof overrides."""

@@ -92,6 +92,11 @@ _OF_ALL: Sequence[_Constraint] = (
     ("model.lora.quantize_base", "engine.compile=false", "bitsandbytes' products are not compiled"),
     ("model.lora.modules_to_save", "engine.tensor_parallel=1", "it divides no such layers"),
     ("model.lora.modules_to_save", "model.lora.publish=merged", "A and B are not all that changes"),
+    (
+        "model.lora",
+        "engine.router_bias_update_rate=0.0",
+        "an adapter leaves the biases as they are",
+    ),
     ("optim.moments=bf16", "optim.kind=adamw", "muon has no such moments"),
     ("data.chat_template_name", "model.chat_template=null", "a file has one template"),
     ("checkpoint.keep_best.metric", "checkpoint.keep_best.mode", ""),

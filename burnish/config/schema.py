@@ -178,6 +178,8 @@ class EngineConfig(Section):
     """torch: compile each decoder layer with torch.compile. Steps get faster after a first one of a minute or more. Needs a C++ compiler."""
     router_aux_loss: float = Field(0.0, ge=0)
     """Mixtures of experts: weight of the load-balancing loss (arXiv 2101.03961), as config.json's `router_aux_loss_coef`. 0: none. Needs one more forward pass if the experts of a step are not known before it."""
+    router_bias_update_rate: float = Field(0.0, ge=0)
+    """Mixtures of experts whose routers have a bias, such as DeepSeek-V3's: after each step the bias of every expert with less than the mean load rises by this, and that of every other one falls (arXiv 2408.15664), as by Megatron's `moe_router_bias_update_rate`. 0: biases stay as loaded."""
     logprob_chunk: MayChange[int | None] = Field(None, ge=1)
     """Chunk size, in tokens, for computing logits. The backward pass recomputes the logits of all chunks but the last. Default: as many as give 2²⁸ logits (0.5 GiB in bf16)."""
 

@@ -12,9 +12,11 @@ from burnish.config.schema import EngineConfig, LoraConfig, OptimConfig
 from burnish.distributed.layout import Layout
 from burnish.engines.base import Engine
 from burnish.extend import ENGINES
+from burnish.families import family_of
 from burnish.models.meta_init import router_sizes
 
 _SETTING = "engine.kind"
+_UNBALANCED = {"router_aux_loss": 0.0, "router_bias_update_rate": 0.0}
 
 
 def require_fitting(
@@ -29,13 +31,19 @@ def require_fitting(
         from burnish.models.routing import require_routers
 
         require_routers(hf_config, "engine.router_aux_loss")
+    if config.router_bias_update_rate:
+        from burnish.engines.expert_load import require_router_biases
+
+        require_router_biases(hf_config)
 
 
 def settings_beside(hf_config: PretrainedConfig, config: EngineConfig) -> EngineConfig:
     """Adapt the policy's settings to another model, which may have no experts."""
-    if any(router_sizes(hf_config)):
-        return config
-    none = {"router_aux_loss": 0.0, "expert_parallel": 1, "expert_tensor_parallel": None}
+    none: dict[str, Any] = {}
+    if not family_of(hf_config.get_text_config().model_type).router_bias:
+        none = {"router_bias_update_rate": 0.0}
+    if not any(router_sizes(hf_config)):
+        none = {**_UNBALANCED, "expert_parallel": 1, "expert_tensor_parallel": None}
     return config.model_copy(update=none)
 
 
@@ -55,7 +63,9 @@ def make_engine(  # noqa: PLR0913
     Without `optim` the engine is frozen, in the compute dtype. It may share the process groups of `beside`. `train` is `model.train`.
     """
     if optim is None:
-        config = settings_beside(hf_config, config).model_copy(update={"router_aux_loss": 0.0})
+        config = settings_beside(hf_config, config).model_copy(update=_UNBALANCED)
+    if lora is not None:  # it leaves the biases as they are
+        config = config.model_copy(update={"router_bias_update_rate": 0.0})
     given: dict[str, Any] = {"lora": lora, "train": train}
     options = {name: value for name, value in given.items() if value}
     require_fitting(hf_config, config, options)

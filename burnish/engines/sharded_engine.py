@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
+from collections.abc import Iterable
+from functools import cached_property
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -16,11 +18,11 @@ from burnish.distributed.collectives import reduce_stats
 from burnish.distributed.host_memory import Arena
 from burnish.distributed.layout import Layout
 from burnish.engines.base import Engine
-from burnish.errors import BurnishError, IncompatibleError
+from burnish.errors import BurnishError
 from burnish.models.flops import Passed
 from burnish.models.meta_init import router_sizes
 from burnish.models.scorer import ScoringPlan
-from burnish.records import Batch, MicroBatch, to_device
+from burnish.records import Batch, MicroBatch
 from burnish.tracking.stats import Mean, Stats, Sum
 
 T = TypeVar("T")
@@ -78,41 +80,23 @@ class ShardedEngine(Engine):
 
     def _require_routers(self, batch: Batch, *, record: bool = False) -> None:
         """Raise `IncompatibleError` for another model's experts, or if the model has none to `record`."""
-        recorded = [
-            (len(m.input_ids), m.experts) for m in batch.microbatches if m.experts is not None
-        ]
-        if not (record or recorded):
-            return
-        routers, experts, chosen = self._router_sizes
-        if routers == 0:
-            raise IncompatibleError(
-                "the engine cannot record experts, because the model has no known routers",
-                want="a mixture of experts",
-                do="set algorithm.router_replay=none",
-            )
-        from burnish.models.routing import require_recorded
+        if record or any(micro.experts is not None for micro in batch.microbatches):
+            from burnish.engines.expert_load import require_routed
 
-        for tokens, micro_experts in recorded:
-            require_recorded(micro_experts, (tokens, routers, chosen), experts)
+            require_routed(batch, self._router_sizes)
 
     def _balanced(self, batch: Batch) -> tuple[Batch, Tensor | None, Stats]:
-        """Return the batch with its tokens' experts, the factors of `Routing.balance`, and `moe/load_imbalance`.
-
-        Imbalance is the load of a router's busiest expert over the mean load, averaged over routers.
-        """
+        """Return the batch with its tokens' experts, the factors of `Routing.balance`, and `moe/load_imbalance`."""
         is_routed = batch.is_routed  # raises if only some micro-batches are routed
         self._require_routers(batch)
         if self._config.router_aux_loss == 0:
             return batch, None, Stats()
         if not is_routed:
             batch = batch.with_experts(self.forward(batch, experts=True))
-        from burnish.models import routing
+        from burnish.engines.expert_load import balance
 
-        routers, experts, chosen = self._router_sizes
-        counts = routing.expert_counts(batch, routers, experts, self.layout, self._device)
-        imbalance = (counts.amax(dim=1) / counts.float().mean(dim=1)).mean()
-        factors = routing.balance_factors(counts, self._config.router_aux_loss, chosen)
-        return batch, factors, Stats({"moe/load_imbalance": Mean(imbalance, 1.0)})
+        place = self.layout, self._device
+        return batch, *balance(batch, self._router_sizes, self._config.router_aux_loss, *place)
 
     def _plan(self, micro: MicroBatch) -> ScoringPlan:
         ids = micro.input_ids
@@ -125,16 +109,23 @@ class ShardedEngine(Engine):
     ) -> Any:
         if micro.experts is None and factors is None and not record:
             return None
-        from burnish.models.routing import Routing, row_weights, rows_of
+        from burnish.engines.expert_load import routing_of
 
-        part, copies = self._part(plan)
-        routing = Routing()
-        if micro.experts is not None:
-            experts = rows_of(plan, micro.experts)[part]
-            routing.prescribed = to_device(experts, self._device)
-        if factors is not None:
-            routing.balance = factors, row_weights(plan, self._device)[part] / copies
-        return routing
+        return routing_of(micro, plan, self._part(plan), factors, self._device)
+
+    @cached_property
+    def _bias_updates(self) -> Any:
+        """`burnish.engines.expert_load.BiasUpdates`; None: biases stay as loaded."""
+        if not self._config.router_bias_update_rate:
+            return None
+        from burnish.engines.expert_load import BiasUpdates
+
+        rate = self._config.router_bias_update_rate
+        return BiasUpdates(self._router_biases(), self._router_sizes, rate, self.layout)
+
+    @abstractmethod
+    def _router_biases(self) -> Iterable[tuple[int, Tensor]]:
+        """Return number and bias of each router of this rank."""
 
     @abstractmethod
     def _part(self, plan: ScoringPlan) -> tuple[slice, int]:
@@ -163,4 +154,7 @@ class ShardedEngine(Engine):
                 do="lower optim.lr, or start from an earlier checkpoint; "
                 "engine.max_skipped_steps sets how many are tolerated",
             )
-        return Stats(grad_norm=Mean(norm, 1.0), lr=Mean(lr, 1.0), skipped=Sum(float(is_skipped)))
+        stats = Stats(grad_norm=Mean(norm, 1.0), lr=Mean(lr, 1.0), skipped=Sum(float(is_skipped)))
+        if self._bias_updates is None:
+            return stats
+        return Stats(stats | self._bias_updates.step(is_skipped=is_skipped))

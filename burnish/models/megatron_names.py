@@ -115,7 +115,7 @@ def regions_of(
         cut, name = IN_LAYER.get(rest, ("", ""))
         if of_expert or rest.startswith("mlp.router."):
             name = name.replace("mlp", module, 1)
-    absent = {"{shared}": not family.shared_expert, "{bias}": not family.sigmoid_bias}
+    absent = {"{shared}": not family.shared_expert, "{bias}": not family.router_bias}
     if not cut or any(part in name and absent[part] for part in absent):
         raise IncompatibleError(
             f"Burnish does not know the Hugging Face name of Megatron's parameter {parameter}",
@@ -131,7 +131,7 @@ def regions_of(
             norms=family.block_norms,
             queries=family.query_norm_names,
             shared=family.shared_expert,
-            bias=family.sigmoid_bias,
+            bias=family.router_bias,
             qkv=family.qkv_name.format(part=part),
         )
 

@@ -48,10 +48,10 @@ def has_own_code(config: PretrainedConfig) -> bool:
 def router_sizes(config: PretrainedConfig) -> tuple[int, int, int]:
     """Return the numbers of known routers, experts per router, and experts per token; zeros without any."""
     text = config.get_text_config()
-    if not family_of(text.model_type).has_router or not text.num_experts:
+    experts = model_sizes(config).experts if family_of(text.model_type).has_router else 0
+    if not experts:
         return 0, 0, 0
-    routers = len(layers_with_experts(vars(text)))
-    return (routers, text.num_experts, text.num_experts_per_tok) if routers else (0, 0, 0)
+    return len(layers_with_experts(vars(text))), experts, text.num_experts_per_tok
 
 
 def build_on_meta(hf_config: PretrainedConfig) -> PreTrainedModel:

@@ -5,13 +5,15 @@ section 5.3; arXiv 2510.11370). With p = softmax(router logits) and the prescrib
 
     p_{c_i},  or p_{c_i} / Σ_j p_{c_j} where the family normalizes,
 
-so the router keeps its gradient. Instructions are the keyword argument `routing`, so that recomputation repeats them.
+so the router keeps its gradient. Routers that score by sigmoid have p = sigmoid(router logits) there, times the family's factor
+(arXiv 2412.19437, equations 12 to 15). Their bias chooses experts and is no part of the weights. Instructions are the keyword argument `routing`, so that recomputation repeats them.
 
 The load-balancing loss is the families' own (arXiv 2101.03961, equations 4 to 6): of E experts, N tokens and L routers,
 
     E Σ_e f_e P_e,  f_e = choices of e / (N L),  P_e = Σ p_e / (N L),
 
-over all tokens and routers of a step. f_e has no gradient. Each router adds the gradient of its own tokens.
+over all tokens and routers of a step. Sigmoids are divided by their sum over all experts (arXiv 2412.19437, equation 19). f_e has no
+gradient. Each router adds the gradient of its own tokens.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ from burnish.distributed.device import uncompiled
 from burnish.distributed.layout import Layout
 from burnish.distributed.tensor_collectives import all_gather_replicated
 from burnish.errors import IncompatibleError, UsageError
-from burnish.families import family_of, names_of
+from burnish.families import Family, family_of, names_of
 from burnish.models.meta_init import router_sizes
 from burnish.models.packing import on_device
 from burnish.records import Batch
@@ -39,6 +41,8 @@ if TYPE_CHECKING:
 
 # Least sum of probabilities to divide by, so that experts of probability 0 get weight 0 and a finite gradient.
 _LEAST_SUM = 1e-30
+# Added to sums of sigmoids, as the families do.
+_LEAST_SIGMOIDS = 1e-20
 
 
 def require_routers(hf_config: PretrainedConfig, setting: str) -> None:
@@ -60,28 +64,36 @@ class Routing:
 
     prescribed: Tensor | None = None
     """[R, L, k] integers: the experts of each row; None: the routers choose."""
-    balance: tuple[Tensor, Tensor] | None = None
-    """Factors of the load-balancing loss; None: it is not computed.
-
-    [E] fp32: c E f_e / (N L), by which each expert's probability is multiplied; c is the loss's weight. [R] fp32: the number of tokens
-    that each row stands for, divided by the number of ranks that compute the row.
-    """
+    balance: Tensor | None = None
+    """[E] fp32: c E f_e / (N L), by which the load-balancing loss multiplies each expert's probability; c is the loss's weight. None: it is not computed."""
+    tokens: Tensor | None = None
+    """[R] fp32: the number of tokens that each row stands for, divided by the number of ranks that compute the row."""
     chosen: dict[int, Tensor] = field(default_factory=dict)
     """By router: the experts [R, k] of the rows."""
     losses: dict[int, Tensor] = field(default_factory=dict)
     """By router: its part of the load-balancing loss, a scalar without gradient."""
 
-    def settle(self, router: int, logits: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
+    def settle(
+        self,
+        router: int,
+        logits: Tensor,
+        experts: Tensor,
+        weights: Tensor,
+        *,
+        by_sigmoid: bool = False,
+    ) -> Tensor:
         """Record the `experts` [R, k] of a router with these `logits` [R, E].
 
         Return their `weights`, which carry the gradient of its part of the load-balancing loss.
         """
         self.chosen[router] = experts.to(index_dtype(logits.shape[-1]))
-        if self.balance is None:
+        if self.balance is None or self.tokens is None:
             return weights
-        costs, tokens = self.balance
-        probabilities = logits.softmax(dim=-1, dtype=torch.float32)
-        loss = torch.dot(torch.mv(probabilities, costs), tokens)
+        if by_sigmoid:
+            probabilities = sigmoid_weights(logits.float().sigmoid())
+        else:
+            probabilities = logits.softmax(dim=-1, dtype=torch.float32)
+        loss = torch.dot(torch.mv(probabilities, self.balance), self.tokens)
         self.losses[router] = loss.detach()
         return _WithLoss.apply(weights, loss)  # type: ignore[no-untyped-call]
 
@@ -108,9 +120,10 @@ def hook_routers(model: PreTrainedModel) -> None:
     text = model.config.get_text_config()
     family = family_of(text.model_type)
     normalizes = getattr(text, "norm_topk_prob", True)
+    factor = getattr(text, "routed_scaling_factor", 1.0)
     layers: Any = getattr(model.base_model, "layers", ()) if family.has_router else ()
     for number, layer in enumerate(each for each in layers if hasattr(each.mlp, "experts")):
-        router = _Router(number, normalizes, family.softmax_of_chosen)
+        router = _Router(number, family, normalizes, factor)
         layer.register_forward_pre_hook(router.take, with_kwargs=True)
         router_of(layer.mlp).register_forward_hook(router.route)
 
@@ -137,10 +150,13 @@ def require_recorded(recorded: Tensor, sizes: tuple[int, int, int], count: int) 
 
 
 class _Router:
-    def __init__(self, number: int, normalizes: bool, of_chosen: bool = False) -> None:
+    def __init__(
+        self, number: int, family: Family, normalizes: bool = True, factor: float = 1.0
+    ) -> None:
         self._number = number
+        self._family = family
         self._normalizes = normalizes
-        self._of_chosen = of_chosen
+        self._factor = factor
         self._routing: Routing | None = None
 
     @uncompiled
@@ -159,15 +175,27 @@ class _Router:
         if routing.prescribed is not None:
             experts = routing.prescribed[:, self._number].long()
             weights = self._weights(logits, experts).to(weights.dtype)
-        return logits, routing.settle(self._number, logits, experts, weights), experts
+        by_sigmoid = self._family.scores_by_sigmoid
+        weights = routing.settle(self._number, logits, experts, weights, by_sigmoid=by_sigmoid)
+        return logits, weights, experts
 
     def _weights(self, logits: Tensor, experts: Tensor) -> Tensor:
-        if self._of_chosen:
+        if self._family.scores_by_sigmoid:
+            chosen = logits.float().sigmoid().gather(1, experts)
+            return sigmoid_weights(chosen, self._factor, normalizes=self._normalizes)
+        if self._family.softmax_of_chosen:
             return logits.gather(1, experts).softmax(dim=-1)
         weights = logits.softmax(dim=-1, dtype=torch.float32).gather(1, experts)
         if not self._normalizes:
             return weights
         return weights / weights.sum(dim=-1, keepdim=True).clamp(min=_LEAST_SUM)
+
+
+def sigmoid_weights(scores: Tensor, factor: float = 1.0, *, normalizes: bool = True) -> Tensor:
+    """Return the weights of experts with these sigmoids [R, n], perhaps divided by their sum."""
+    if normalizes:
+        scores = scores / (scores.sum(dim=-1, keepdim=True) + _LEAST_SIGMOIDS)
+    return scores * factor
 
 
 def index_dtype(experts: int) -> torch.dtype:

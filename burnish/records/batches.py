@@ -93,8 +93,6 @@ class TokenOutputs:
     """[T, L, k] uint8 or int16, the experts that each token went to in each of L routers, if they were requested."""
     probed: Any = field(default_factory=_nothing)
     """What `MicroBatch.probe` read, if there is one."""
-    router_loss: Tensor = field(default_factory=_nothing)
-    """Scalar fp32, this rank's part of the load-balancing loss, if there is one. It has no gradient: the routers add it themselves."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

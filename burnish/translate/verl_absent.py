@@ -52,8 +52,8 @@ _PATTERNS = (
     (r".*\.moe_z_loss_coeff$", "routers have no z loss"),
     (r".*\.dsa_indexer_\w*loss", "this loss is not implemented"),
     (
-        r".*\.moe_router_(bias_update_rate|enable_expert_bias|load_balancing_type)$",
-        "routers are balanced by engine.router_aux_loss alone",
+        r".*\.moe_router_(enable_expert_bias|load_balancing_type)$",
+        "engine.router_aux_loss and engine.router_bias_update_rate balance routers",
     ),
     (r".*dropout$|.*_pdrop$", "there is no dropout but that of an adapter"),
     (r".*override_config\.attn_implementation$", _KERNELS),

@@ -329,6 +329,8 @@ def test_the_balance_of_experts_is_compared(root: Path) -> None:
         evened(root, "qwen3_moe", RL, sequence_parallel=2, activation_checkpointing="full"),
         evened(root, "qwen3_moe", RL, tensor_parallel=2),
         evened(root, "qwen3_moe", RL, kind="megatron", expert_parallel=2),
+        evened(root, "glm4_moe", RL),
+        evened(root, "glm4_moe", RL, kind="megatron", pipeline_parallel=2),
     ]
     for config, found in zip(configs, checked(2, *map(Case, configs)), strict=True):
         assert found.refusal == "", config.engine

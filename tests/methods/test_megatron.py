@@ -6,9 +6,20 @@ import json
 import signal
 
 import pytest
+import torch
 from support.runs import same_runs
 from support.runs.same_runs import assert_same
-from support.runs.training_files import FRESH, At, burnish, done, metrics, outcome, ranks, weights
+from support.runs.training_files import (
+    BY_SIGMOID,
+    FRESH,
+    At,
+    burnish,
+    done,
+    metrics,
+    outcome,
+    ranks,
+    weights,
+)
 
 MEGATRON = "engine.kind=megatron"
 STEP = "burnish.engines.megatron.megatron_engine:MegatronEngine.optim_step"
@@ -68,22 +79,21 @@ def test_ppo_is_that_of_the_torch_engine(work, critics_of_torch, layout):
     assert any("critic/model" in name for name in weights(run))
 
 
-@pytest.fixture(scope="module")
-def not_replayed(work):
-    return done(work, *RL, f"model.fresh={json.dumps(MIXTURE)}", "name=not_replayed")
-
-
 @pytest.mark.nightly
 @pytest.mark.parametrize("replay", ["rollout", "recompute"])
-def test_replayed_mixtures_are_those_of_the_torch_engine(work, not_replayed, replay):
+@pytest.mark.parametrize("fresh", [MIXTURE, BY_SIGMOID], ids=lambda each: each["model_type"])
+def test_replayed_mixtures_are_those_of_the_torch_engine(work, fresh, replay):
     """Experts that others chose, the generator or the policy before its update, are those of the second update too."""
-    argv = [*RL, f"model.fresh={json.dumps(MIXTURE)}"]
+    name = f"{fresh['model_type']}_{replay}"
+    argv = [*RL, f"model.fresh={json.dumps(fresh)}"]
+    argv += ["engine.router_bias_update_rate=0.01"] if fresh is BY_SIGMOID else []
+    not_replayed = done(work, *argv, f"name={name}_not")
     argv.append(f"algorithm.router_replay={replay}")
-    wanted = done(work, *argv, f"name={replay}_torch")
+    wanted = done(work, *argv, f"name={name}_torch")
     with pytest.raises(AssertionError):
         assert_same(not_replayed, wanted)
     for number, layout in enumerate(REPLAYED[replay]):
-        run = done(work, *argv, MEGATRON, layout, f"name={replay}_{number}", world=2)
+        run = done(work, *argv, MEGATRON, layout, f"name={name}_{number}", world=2)
         assert_same(run, wanted)
 
 
@@ -92,6 +102,23 @@ def test_it_draws_ahead_as_the_torch_engine_does(work):
     argv = [*RL, "rollout.ahead=1", "algorithm.mismatch_cap=2"]
     run = done(work, *argv, MEGATRON, LAYOUTS["PP 2"], "name=ahead", world=2)
     assert_same(run, done(work, *argv, "name=ahead_torch"))
+
+
+@pytest.mark.nightly
+def test_biases_of_routers_go_on_in_the_other_engine(work):
+    """Biases that follow the load, to the bit, in a model that is saved in bf16."""
+    argv = ["sft", "sft.yaml", f"model.fresh={json.dumps(BY_SIGMOID)}", "optim.lr=0.003"]
+    argv += ["engine.router_bias_update_rate=0.01", "checkpoint.save_every=2"]
+    wanted = weights(done(work, *argv, "name=biases"))
+    done(work, *argv, "name=biases_go_on", "steps=2", MEGATRON, LAYOUTS["PP 2"], world=2)
+    done(work, *argv, "name=biases_go_on", "steps=4", "engine.sequence_parallel=2", world=2)
+    found = weights(done(work, *argv, "name=biases_go_on", MEGATRON))
+    assert found.keys() == wanted.keys()
+    biases = [name for name in wanted if name.endswith("correction_bias")]
+    assert len(biases) == 2
+    for name in biases:
+        assert torch.equal(found[name], wanted[name])
+        assert wanted[name].abs().max() > 0.005
 
 
 @pytest.mark.nightly

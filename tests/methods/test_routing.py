@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from support.models.tiny import save_tiny
-from support.runs.training_files import FRESH, MIXTURE, RL, metrics
+from support.runs.training_files import BY_SIGMOID, FRESH, MIXTURE, RL, metrics
 
 from burnish.api import run_method
 from burnish.config.schema import RunConfig
@@ -43,8 +43,9 @@ def config_of(name: str, replay: str, **settings: Any) -> RunConfig:
 
 @pytest.mark.parametrize("replay", ["recompute", "rollout"])
 @pytest.mark.nightly
+@pytest.mark.parametrize("fresh", [MIXTURE, BY_SIGMOID], ids=lambda each: each["model_type"])
 def test_old_logprobs_are_exactly_those_of_the_first_update(
-    work: Path, monkeypatch: pytest.MonkeyPatch, replay: str
+    work: Path, monkeypatch: pytest.MonkeyPatch, fresh: dict[str, Any], replay: str
 ) -> None:
     """The second update's are not, but its tokens still go to the same experts."""
     monkeypatch.chdir(work)
@@ -66,9 +67,11 @@ def test_old_logprobs_are_exactly_those_of_the_first_update(
 
     monkeypatch.setattr(TorchEngine, "forward_backward", compared)
     evened = {**RL["engine"], "router_aux_loss": 0.01}
-    run_method(METHODS["rl"], config_of(f"replay_{replay}", replay, engine=evened))
+    name = f"{fresh['model_type']}_{replay}"
+    model = {**RL["model"], "fresh": fresh}
+    run_method(METHODS["rl"], config_of(name, replay, engine=evened, model=model))
     assert before == [True, False] * 2
-    row = metrics(work / "runs" / f"replay_{replay}")[-1]
+    row = metrics(work / "runs" / name)[-1]
     assert row["actor/moe/load_imbalance"] >= 1
     assert 1.5 < row["actor/moe/aux_loss"] < 3  # a mean of both updates; 2 is even
 

@@ -11,12 +11,13 @@ import torch
 from contracts.engine import assert_relative, make_examples, score_by_hand
 from hypothesis import given
 from hypothesis import strategies as st
-from support.models.routers import balancing_loss, prescribe, record_logits
+from support.models.routers import balancing_loss, prescribe, record_routed
 from support.models.tiny import VOCAB, tiny_config, tiny_model
 from torch import Tensor
 
 from burnish.boxes.box import whole
 from burnish.errors import IncompatibleError, UsageError
+from burnish.families import family_of
 from burnish.models.meta_init import build_on_meta, materialize, router_sizes
 from burnish.models.names import model_shards
 from burnish.models.packing import PrefixTree, TokenSharing
@@ -44,6 +45,9 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "shared beside a dense layer": ("qwen2_moe", {"norm_topk_prob": True}),
     "all layers, all heads normed": ("olmoe", {}),
     "not normalized": ("qwen3_moe", {"norm_topk_prob": False}),
+    "by sigmoid, of groups": ("glm4_moe", {}),
+    "by sigmoid, not normalized": ("dots1", {}),
+    "by sigmoid, a bias beside": ("minimax_m2", {}),
 }
 
 
@@ -136,15 +140,15 @@ def test_the_load_balancing_loss_is_that_of_transformers(kind: str) -> None:
         ]
     )
     factors = balance_factors(counts, 0.5, router_sizes(scorer.model.config)[2])
-    routing = Routing(None, (factors, row_weights(plan, CPU)))
+    routing = Routing(None, factors, row_weights(plan, CPU))
     scorer.zero_grad()
     scorer(plan, 1.0, routing).logprobs.sum().backward()
 
     family, changes = KINDS[kind]
     model = tiny_model(family, **changes)
-    logits = record_logits(model)
+    routed = record_routed(model)
     total = torch.stack([score_by_hand(model, example)[0].sum() for example in examples]).sum()
-    wanted = balancing_loss(model, logits)
+    wanted = balancing_loss(model, routed)
     (total + 0.5 * wanted).backward()
     assert float(routing.loss()) == pytest.approx(0.5 * wanted.item(), rel=1e-5)
     for (name, mine), theirs in zip(
@@ -234,7 +238,8 @@ def test_a_configuration_says_whether_its_model_has_routers(
 def test_experts_of_no_probability_get_no_weight(kind: str) -> None:
     """As filler's, which are prescribed expert 0 several times."""
     logits = torch.tensor([[-300.0, 0.0, 1.0, -250.0], [1.0, 0.0, 0.0, 0.0]], requires_grad=True)
-    router = _Router(0, getattr(scorer_of(kind).model.config, "norm_topk_prob", True))
+    config = scorer_of(kind).model.config
+    router = _Router(0, family_of(config.model_type), getattr(config, "norm_topk_prob", True))
     router._routing = Routing(torch.zeros(2, 1, 2, dtype=torch.uint8))
     own = torch.full((2, 2), 0.5), torch.ones(2, 2, dtype=torch.long)
     _, weights, _ = router.route(torch.nn.Identity(), (), (logits, *own))

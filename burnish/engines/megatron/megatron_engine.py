@@ -30,7 +30,7 @@ from burnish.engines.base import Engine, LossFn, Part
 from burnish.engines.megatron.distributed_optimizer import MegatronOptimizer, MegatronShards
 from burnish.engines.megatron.host import megatron_called
 from burnish.engines.megatron.mesh import MegatronMesh
-from burnish.engines.megatron.model import build_stages
+from burnish.engines.megatron.model import build_stages, router_biases
 from burnish.engines.megatron.traits import model_traits
 from burnish.engines.offload import offloaded
 from burnish.engines.sharded_engine import ShardedEngine, trained
@@ -123,9 +123,12 @@ class MegatronEngine(ShardedEngine):
 
         def planned() -> Iterator[_Planned]:
             for micro, is_filler in zip(batch.microbatches, batch.is_filler, strict=True):
-                planned_micro = self._planned(micro, factors=None if is_filler else factors)
+                balance = None if is_filler else factors
+                counts = self._bias_updates is not None and not is_filler
+                planned_micro = self._planned(micro, record=counts, factors=balance)
                 self.passed += planned_micro.plan.passed
-                routings.extend([planned_micro.routing] if planned_micro.routing else [])
+                if planned_micro.routing is not None and not is_filler:
+                    routings.append(planned_micro.routing)
                 yield planned_micro
 
         def of_micro(outputs: TokenOutputs, micro: MicroBatch) -> Tensor:
@@ -138,6 +141,8 @@ class MegatronEngine(ShardedEngine):
         self._run(planned(), len(batch.microbatches), of_micro)
         for routing in routings:
             aux += sum(routing.losses.values())
+            if self._bias_updates is not None:
+                self._bias_updates.count(routing)
         # Only the last stage of a pipeline has statistics, so a pipeline's ranks count once.
         counted = replace(self.layout, pipeline=1)
         aux *= counted.sharing  # these ranks differ in routers or rows; reducing divides by it
@@ -267,6 +272,9 @@ class MegatronEngine(ShardedEngine):
         plan = self._plan(micro)
         routing = self._routing(micro, plan, factors, record=record)
         return _Planned(plan, micro.temperature, routing, micro)
+
+    def _router_biases(self) -> Iterable[tuple[int, Tensor]]:
+        return router_biases(self._chunks)
 
     def _part(self, plan: ScoringPlan) -> tuple[slice, int]:
         tensor = self.mesh.groups.tp

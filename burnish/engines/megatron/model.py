@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -251,7 +251,7 @@ def _of_experts(
     traits: ModelTraits, hf_config: PretrainedConfig, config: EngineConfig
 ) -> dict[str, Any]:
     by_sigmoid: dict[str, Any] = {}
-    if traits.family.sigmoid_bias:
+    if traits.family.scores_by_sigmoid:
         by_sigmoid = {
             "moe_router_score_function": "sigmoid",
             "moe_router_dtype": "fp32",
@@ -271,6 +271,14 @@ def _of_experts(
         "expert_model_parallel_size": config.expert_parallel,
         "expert_tensor_parallel_size": config.expert_tensor_parallel or config.tensor_parallel,
     }
+
+
+def router_biases(stages: Iterable[nn.Module]) -> Iterator[tuple[int, Tensor]]:
+    """Yield the number and the bias [experts] of each router of this rank."""
+    for stage in stages:
+        for module in stage.modules():
+            if isinstance(module, PlainRouter):
+                yield module.number, module.get_buffer("expert_bias")
 
 
 def pipeline_layout(layers: int, config: EngineConfig) -> list[list[str]] | None:

@@ -40,12 +40,10 @@ from burnish.errors import UsageError
 from burnish.families import Family
 from burnish.models.kernels.attention import PackedAttention, Softmax
 from burnish.models.kernels.fused import rms_norm, rotate
-from burnish.models.routing import Routing
+from burnish.models.routing import Routing, sigmoid_weights
 
 _ALIGNED_BYTES = 16
 """In grouped matrix products, every row and column must begin at a multiple of this many bytes."""
-# Added to the sum of sigmoids, as the families do.
-_LEAST_SUM = 1e-20
 Rotation = tuple[Tensor, Tensor]
 
 
@@ -237,7 +235,7 @@ class RoutedLayer(TransformerLayer):
 class PlainRouter(TopKRouter):
     """Chooses experts as the families' own code does, and obeys and records `Routing`.
 
-    Scores are softmax in the compute dtype, or sigmoid in fp32 (`Family.sigmoid_bias`). Its bias `expert_bias` is not trained.
+    Scores are softmax in the compute dtype, or sigmoid in fp32 (`Family.scores_by_sigmoid`). Its bias `expert_bias` is not trained.
     The load-balancing loss is that of the whole step, not Megatron's of a micro-batch.
     """
 
@@ -282,13 +280,14 @@ class PlainRouter(TopKRouter):
             chosen = routing.prescribed[:, self.number].long()
         weights = scores.gather(1, chosen)
         if self.by_sigmoid:
-            if not softmax_first:
-                weights = weights / (weights.sum(dim=-1, keepdim=True) + _LEAST_SUM)
-            weights = weights * self.config.moe_router_topk_scaling_factor
+            factor = self.config.moe_router_topk_scaling_factor
+            weights = sigmoid_weights(weights, factor, normalizes=not softmax_first)
         elif not softmax_first:
             weights = weights.softmax(dim=-1, dtype=torch.float32).type_as(logits)
         if routing is not None:
-            weights = routing.settle(self.number, logits, chosen, weights)
+            weights = routing.settle(
+                self.number, logits, chosen, weights, by_sigmoid=self.by_sigmoid
+            )
         places = torch.zeros_like(logits)
         return places.scatter(1, chosen, weights), places.bool().scatter(1, chosen, True)
 

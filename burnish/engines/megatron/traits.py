@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -129,6 +129,8 @@ def model_traits(hf_config: PretrainedConfig) -> ModelTraits:
             do="set engine.kind=torch",
         )
     attention = layers[0].self_attn
+    if not hasattr(attention, family.query_norm_names[0]):
+        family = replace(family, query_norms="none")
     values = getattr(attention, family.qkv_name.format(part="v"), None)
     latent = _latent(attention, hf_config, family) if hasattr(attention, _LATENT) else None
     by_type = any(isinstance(each, Mapping) for each in hf_config.rope_parameters.values())
@@ -140,7 +142,7 @@ def model_traits(hf_config: PretrainedConfig) -> ModelTraits:
         for name in family.block_norms
     ]
     return ModelTraits(
-        sizes=model_sizes(hf_config),
+        sizes=replace(model_sizes(hf_config), family=family),
         layers=tuple(
             _layer(layer, hf_config, family, number, by_type=by_type)
             for number, layer in enumerate(layers)

@@ -6,7 +6,7 @@ Main weights and optimizer slots are fp32; compute is bf16 or fp32.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from importlib.util import find_spec
@@ -140,13 +140,19 @@ class TorchEngine(ShardedEngine):
                 if self._adapter is not None:
                     seed = derive_seed(batch.seed, "dropout", self.steps)
                     self._adapter.begin_pass(plan, micro.input_ids, seed)
-                outputs = self._score(micro, plan, factors=None if is_filler else factors)
+                balance = None if is_filler else factors
+                counts = self._bias_updates is not None and not is_filler
+                routing = self._routing(micro, plan, balance, record=counts)
+                outputs = self._scorer(plan, micro.temperature, routing, micro.probe)
                 value, of_micro = loss(outputs, micro.to(self._device))
                 value.backward()  # type: ignore[no-untyped-call]
             # On the device: a number that Python reads would wait for all work that is queued.
             total += value.detach()
-            # Ranks that share a micro-batch have its whole loss, but their own rows' router loss. `reduce_stats` divides both.
-            aux += outputs.router_loss.sum() * self.layout.sharing
+            if balance is not None:
+                # Ranks that share a micro-batch have its whole loss, but their own rows' router loss. `reduce_stats` divides both.
+                aux += routing.loss() * self.layout.sharing
+            if counts:
+                self._bias_updates.count(routing)
             stats = stats.merge(of_micro)
             self.passed += plan.passed
         return Stats(self._reduced(stats, total, aux, self.layout) | of_experts)
@@ -159,10 +165,7 @@ class TorchEngine(ShardedEngine):
         self._require_routers(batch, record=experts)
         self._scorer.eval()
         with nullcontext() if adapter or self._adapter is None else self._adapter.off():
-            return [
-                self._score(micro, self._plan(micro), record=experts)
-                for micro in batch.microbatches
-            ]
+            return [self._score(micro, record=experts) for micro in batch.microbatches]
 
     @torch.no_grad()
     def optim_step(self, lr: float) -> Stats:
@@ -238,21 +241,20 @@ class TorchEngine(ShardedEngine):
         """See `Engine.close`."""
         del self._scorer, self._optimizer, self._adapter, self._moving
 
-    def _score(
-        self,
-        micro: MicroBatch,
-        plan: ScoringPlan,
-        *,
-        record: bool = False,
-        factors: Tensor | None = None,
-    ) -> TokenOutputs:
-        routing = self._routing(micro, plan, factors, record=record)
+    def _score(self, micro: MicroBatch, *, record: bool) -> TokenOutputs:
+        plan = self._plan(micro)
+        routing = self._routing(micro, plan, None, record=record)
         output: TokenOutputs = self._scorer(plan, micro.temperature, routing, micro.probe)
-        if record:
-            from burnish.models.routing import tokens_of
+        if not record:
+            return output
+        from burnish.models.routing import tokens_of
 
-            output = replace(output, experts=tokens_of(plan, routing.record()))
-        return output if factors is None else replace(output, router_loss=routing.loss())
+        return replace(output, experts=tokens_of(plan, routing.record()))
+
+    def _router_biases(self) -> Iterable[tuple[int, Tensor]]:
+        from burnish.engines.expert_load import biases_of
+
+        return biases_of(self._scorer.model)
 
     def _part(self, plan: ScoringPlan) -> tuple[slice, int]:
         return slice(None), self.layout.tensor

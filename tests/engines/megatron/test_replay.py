@@ -18,6 +18,7 @@ from support.models.engines import OPTIM, make_engine
 from support.models.routers import (
     WEIGHT,
     by_hand,
+    checkpoint_name,
     experts_of_others,
     recorded,
     with_experts,
@@ -117,6 +118,13 @@ def test_every_layout_routes_like_one_plain_model(
     require_routed(path, oracles, world, recomputing(DEGREES[world]))
 
 
+@pytest.mark.nightly
+def test_routers_by_sigmoid_do_so_too(tmp_path: Path) -> None:
+    path = save_tiny(tmp_path / "m", "glm4_moe", torch.float32)
+    oracles = {"prescribed": by_hand(path, experts_of_others()), "evened": by_hand(path, None)}
+    require_routed(path, oracles, 2, recomputing(DEGREES[2]))
+
+
 def recomputing(layouts: Sequence[Mapping[str, int]]) -> list[dict[str, Any]]:
     """Each layout with a way to recompute, in turn."""
     return [
@@ -162,7 +170,7 @@ def require_routed(
                 mine = outcome.logprobs[f"sequence {number}"]
                 assert_relative(mine, logprobs, 1e-5, f"{kind} {settings}: sequence {number}")
             for name, gradient in (numbers["gradients"] | numbers["routers"]).items():
-                mine = outcome.gradients[name.replace(".mlp.gate", ".block_sparse_moe.gate")]
+                mine = outcome.gradients[checkpoint_name(name, path)]
                 assert_relative(mine, gradient, 1e-5, f"{kind} {settings}: {name}")
 
 

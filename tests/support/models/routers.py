@@ -10,18 +10,20 @@ from typing import Any
 import torch
 from contracts.engine import CLIP, examples_that_begin_alike, score_by_hand
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from burnish.distributed.collectives import gather_objects
 from burnish.engines.base import Engine
+from burnish.families import FAMILIES
+from burnish.models.meta_init import router_sizes
 from burnish.models.names import model_shards, regions
 from burnish.models.routing import router_of
 from burnish.records import Batch
 from support.models.tiny import VOCAB
 
 LAYERS, EXPERTS, CHOSEN = 2, 4, 2
-"""Of the tiny Mixtral."""
+"""Of the tiny Mixtral and the tiny GLM-4.5."""
 WEIGHT = 0.2
 """Of the load-balancing loss."""
 
@@ -33,15 +35,20 @@ class PrescribedRouter(nn.Module):
         super().__init__()
         self.weight, self.bias = replaced.weight, getattr(replaced, "bias", 0.0)
         self.normalizes: bool = getattr(replaced, "norm_topk_prob", True)
+        self.factor: float = getattr(replaced, "routed_scaling_factor", 1.0)
+        self.by_sigmoid = False
         self.experts: Tensor | None = None
 
-    def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(self, hidden: Tensor, *_: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         assert self.experts is not None
-        logits = hidden @ self.weight.T + self.bias
-        exponentials = (logits - logits.detach().amax(-1, keepdim=True)).exp()
-        chosen = torch.stack([row[e] for row, e in zip(exponentials, self.experts, strict=True)])
-        whole = chosen if self.normalizes else exponentials
-        return logits, chosen / whole.sum(-1, keepdim=True), self.experts
+        logits = hidden.view(-1, self.weight.shape[1]) @ self.weight.T + self.bias
+        scores = (logits - logits.detach().amax(-1, keepdim=True)).exp()
+        if self.by_sigmoid:
+            scores = 1 / (1 + (-logits).exp())
+        chosen = torch.stack([row[e] for row, e in zip(scores, self.experts, strict=True)])
+        if self.normalizes or not self.by_sigmoid:
+            chosen = chosen / (chosen if self.normalizes else scores).sum(-1, keepdim=True)
+        return logits, chosen * self.factor, self.experts
 
 
 def routers(model: PreTrainedModel) -> list[Any]:
@@ -57,24 +64,43 @@ def prescribe(model: PreTrainedModel) -> list[PrescribedRouter]:
         for name in ("gate", "router"):
             if hasattr(layer.mlp, name):
                 made.append(PrescribedRouter(getattr(layer.mlp, name)))
+                made[-1].by_sigmoid = by_sigmoid(model)
                 setattr(layer.mlp, name, made[-1])
     return made
 
 
-def record_logits(model: PreTrainedModel) -> list[list[Tensor]]:
-    """By router the logits of all calls to come."""
-    found: list[list[Tensor]] = []
+def by_sigmoid(model: PreTrainedModel) -> bool:
+    """Its routers are DeepSeek-V3's."""
+    return any(name.endswith("e_score_correction_bias") for name, _ in model.named_buffers())
+
+
+Routed = list[list[tuple[Tensor, Tensor]]]
+"""By router and call, logits [T, E] and experts [T, k]."""
+
+
+def record_routed(model: PreTrainedModel) -> Routed:
+    """Those of all calls to come."""
+    found: Routed = []
     for router in routers(model):
         found.append([])
-        router.register_forward_hook(lambda _, __, out, mine=found[-1]: mine.append(out[0]))
+        router.register_forward_hook(
+            lambda _, __, out, mine=found[-1]: mine.append((out[0], out[2]))
+        )
     return found
 
 
-def balancing_loss(model: PreTrainedModel, logits: list[list[Tensor]]) -> Tensor:
-    """transformers' own, of all tokens."""
-    of_layers = tuple(torch.cat(parts) for parts in logits)
-    config = model.config
-    loss = load_balancing_loss_func(of_layers, config.num_experts, config.num_experts_per_tok)
+def balancing_loss(model: PreTrainedModel, routed: Routed) -> Tensor:
+    """transformers' own, of all tokens; that of the paper if routers score by sigmoid."""
+    of_layers = tuple(torch.cat([logits for logits, _ in calls]) for calls in routed)
+    _, count, chosen = router_sizes(model.config)
+    if by_sigmoid(model):
+        shares = torch.cat(
+            [(each / each.sum(-1, keepdim=True)) for each in map(torch.sigmoid, of_layers)]
+        )
+        experts = torch.cat([each for calls in routed for _, each in calls])
+        load = torch.bincount(experts.flatten(), minlength=count) / len(shares)
+        return count * torch.dot(load, shares.mean(0))
+    loss = load_balancing_loss_func(of_layers, count, chosen)
     assert isinstance(loss, Tensor)
     return loss
 
@@ -108,11 +134,17 @@ def recorded(engine: Engine, batch: Batch) -> dict[int, Tensor]:
     return {n: e for held in gather_objects(mine, engine.layout) for n, e in held.items()}
 
 
+def checkpoint_name(name: str, path: Path) -> str:
+    """What a model's checkpoint calls one of its parameters."""
+    family = FAMILIES[AutoConfig.from_pretrained(path).model_type]
+    return name.replace(".mlp.gate.", f".{family.experts_module}.gate.")
+
+
 def by_hand(path: Path, experts: Sequence[Tensor] | None) -> dict[str, Any]:
     """One step's numbers by plain transformers: with these experts, or with its own and the load-balancing loss."""
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
     made = prescribe(model) if experts else []
-    logits = record_logits(model)
+    routed = record_routed(model)
     tokens = sum(int(example.loss_mask.sum()) for example in examples_that_begin_alike(VOCAB))
     total, logprobs = torch.zeros(()), []
     for number, example in enumerate(examples_that_begin_alike(VOCAB)):
@@ -122,7 +154,7 @@ def by_hand(path: Path, experts: Sequence[Tensor] | None) -> dict[str, Any]:
         mask = torch.from_numpy(example.loss_mask)
         total = total + torch.where(mask, -scored[0] - 0.01 * scored[1], 0.0).sum() / tokens
         logprobs.append(scored[0].detach())
-    aux = balancing_loss(model, logits)
+    aux = balancing_loss(model, routed)
     if experts is None:
         total = total + WEIGHT * aux
     total.backward()
@@ -130,7 +162,7 @@ def by_hand(path: Path, experts: Sequence[Tensor] | None) -> dict[str, Any]:
     gradients = {name: p.grad for name, p in model.named_parameters()}
     shards = model_shards(model, gradients, parts=regions(model)) if experts is None else ()
     own = [
-        torch.stack([layer[number].topk(CHOSEN).indices for layer in logits], dim=1)
+        torch.stack([calls[number][1] for calls in routed], dim=1)
         for number in range(len(examples_that_begin_alike(VOCAB)))
     ]
     return {

@@ -43,6 +43,18 @@ FRESH = {
 }
 
 MIXTURE = {**FRESH, "model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
+BY_SIGMOID = {
+    **FRESH,
+    "model_type": "glm4_moe",
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "first_k_dense_replace": 1,
+    "num_hidden_layers": 3,
+    "n_group": 2,
+    "topk_group": 1,
+}
+"""A mixture whose routers score by sigmoid."""
 
 REWARDS = """\
 import time
