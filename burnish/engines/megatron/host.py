@@ -1,10 +1,11 @@
-"""Let Megatron-Core 0.16 run on a CPU with gloo, without CUDA.
+"""Let Megatron-Core 0.16 and 0.19 run on a CPU with gloo, without CUDA.
 
 Megatron names CUDA for new tensors, the current device, tensor types, streams and random states. No substitution changes a result.
 """
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -26,9 +27,21 @@ CPU = torch.device("cpu")
 @contextmanager
 def megatron_called() -> Iterator[None]:
     """Surround every call of Megatron; blocks may be nested."""
-    with warnings.catch_warnings(), on_host():
+    with warnings.catch_warnings(), _without_advice(), on_host():
         warnings.simplefilter("ignore")
         yield
+
+
+@contextmanager
+def _without_advice() -> Iterator[None]:
+    """Keep back the warnings that Megatron logs: they advise who calls it, not who trains."""
+    logger = logging.getLogger("megatron.core")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 def on_host() -> AbstractContextManager[None]:
@@ -124,9 +137,9 @@ def _no_state(*args: Any, **kwargs: Any) -> Tensor:
 
 
 def _with_plain_sizes(all_to_all: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    def exchanged(group: Any, tokens: Tensor, *splits: Any) -> Tensor:
+    def exchanged(group: Any, tokens: Tensor, *splits: Any, **options: Any) -> Tensor:
         plain = [None if sizes is None else [int(size) for size in sizes] for sizes in splits]
-        return all_to_all(group, tokens, *plain)
+        return all_to_all(group, tokens, *plain, **options)
 
     return exchanged
 

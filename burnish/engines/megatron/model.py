@@ -1,18 +1,21 @@
-"""Megatron's GPT model, from packed tokens to hidden states, log-probs and entropies, or values.
+"""A language model of Megatron's modules, from packed tokens to hidden states, log-probs and entropies, or values.
 
-`burnish.models.logprobs` replaces Megatron's own loss. A value head, whole on every tensor rank, replaces the output layer.
+`burnish.models.logprobs` replaces Megatron's own loss. A value head, whole on every tensor rank, replaces the output layer. Megatron's own
+`GPTModel` is deprecated in 0.19, and 0.16 lacks the `HybridModel` that follows it. This one needs neither.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
-from megatron.core.models.gpt import GPTModel
+from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
+from megatron.core.models.common.language_module.language_module import LanguageModule
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.layers import (
     ColumnParallelLinear,
     RowParallelLinear,
@@ -20,13 +23,14 @@ from megatron.core.tensor_parallel.layers import (
 )
 from megatron.core.tensor_parallel.mappings import copy_to_tensor_model_parallel_region
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
-from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.enums import AttnMaskType, ModelType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 from megatron.core.transformer.multi_latent_attention import MLASelfAttentionSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import (
+    TransformerBlock,
     TransformerBlockSubmodules,
     get_num_layers_to_build,
 )
@@ -78,39 +82,82 @@ _RECOMPUTE: dict[str, dict[str, Any]] = {
 }
 
 
-class PackedGPT(GPTModel):
+class PackedGPT(LanguageModule):
     """A pipeline stage of the model. A rank has several if stages are virtual."""
 
     def __init__(
         self,
-        *args: Any,
-        rotary: nn.Module,
-        tokens: int,
-        padding: int | None,
-        scoring: LogprobOptions,
+        config: TransformerConfig,
+        layers: TransformerBlockSubmodules,
+        groups: ProcessGroupCollection,
+        vp_stage: int | None,
         traits: ModelTraits,
-        value_bias: bool | None = None,
-        **options: Any,
+        hf_config: PretrainedConfig,
+        scoring: LogprobOptions,
     ) -> None:
-        """`rotary` is transformers' module, `tokens` the vocabulary's real size, `padding` the token whose embedding is not trained. `scoring`
-        lacks the temperature. `value_bias` is None for a language model.
-        """
-        super().__init__(*args, position_embedding_type="none", **options)
-        self.padding = padding
+        """`vp_stage` is the number of a virtual stage. `scoring` lacks the temperature."""
+        super().__init__(config=config, pg_collection=groups)
+        self.vp_stage = vp_stage
+        self.model_type = ModelType.encoder_or_decoder  # Megatron's schedules ask for it
+        value_bias = head_has_bias(hf_config) if has_value_head(hf_config) else None
+        virtual = config.virtual_pipeline_model_parallel_size or 1
+        index = vp_stage or 0
+        place = groups.pp.rank()
+        self.pre_process = place == 0 and index == 0
+        self.post_process = place == groups.pp.size() - 1 and index == virtual - 1
+        self.share_embeddings_and_output_weights = traits.sizes.tied and value_bias is None
+        self.padding = hf_config.pad_token_id
+        """The token whose embedding is not trained."""
         self._scoring = scoring
         self._traits = traits
-        self._rotary = [rotary]  # in a list, so that it is not registered as a submodule
-        group = self.pg_collection.tp
-        rows = self.vocab_size // group.size()
-        first = group.rank() * rows
+        device = torch.cuda.current_device()
+        # In a list, so that it is not registered as a submodule.
+        self._rotary = [traits.rotary(hf_config).to(device)]
+        tokens = traits.sizes.vocabulary
+        rows = -(-tokens // groups.tp.size())
+        first = groups.tp.rank() * rows
         own = range(first, min(first + rows, tokens))
-        self.part = VocabularyPart(own, group)
+        self.part = VocabularyPart(own, groups.tp)
         """The tokens of this rank's rows of the embedding and the output layer; rows beyond them are padding."""
         self.score: nn.Linear | None = None
         """The value head, in the last stage of a model that has one."""
+        padded = rows * groups.tp.size()
+        if self.pre_process:
+            # No learned positions, so no longest sequence.
+            self.embedding = LanguageModelEmbedding(
+                config, padded, 0, position_embedding_type="none", tp_group=groups.tp
+            )
+        self.decoder = TransformerBlock(
+            config,
+            layers,
+            pre_process=self.pre_process,
+            post_process=self.post_process,
+            pg_collection=groups,
+            vp_stage=vp_stage,
+        )
+        if self.post_process:
+            self.output_layer = ColumnParallelLinear(
+                config.hidden_size,
+                padded,
+                config=config,
+                init_method=config.init_method,
+                bias=False,
+                skip_weight_param_allocation=self.pre_process
+                and self.share_embeddings_and_output_weights,
+                tp_group=groups.tp,
+            )
+        if self.pre_process or self.post_process:
+            self.setup_embeddings_and_output_layer()
         if self.post_process and value_bias is not None:
             del self.output_layer
-            self.score = whole_linear(self.config, 1, bias=value_bias)
+            self.score = whole_linear(config, 1, bias=value_bias)
+        for module in self.modules():
+            if hasattr(module, "finish_init"):
+                module.finish_init(None)  # TransformerEngine's, without quantization
+
+    def set_input_tensor(self, input_tensor: list[Tensor | None]) -> None:
+        """Take the hidden states of the stage before, as the schedules call it."""
+        self.decoder.set_input_tensor(input_tensor[0])
 
     def forward(
         self, plan: ScoringPlan, temperature: float = 1.0, routing: Routing | None = None
@@ -187,16 +234,17 @@ def build_stages(
     traits = model_traits(hf_config)
     modules = layer_modules(config, device)
     transformer = _transformer_config(traits, hf_config, config, modules.adds_gradients)
-    options = {
-        "rotary": traits.rotary(hf_config).to(device),
-        "scoring": LogprobOptions(
-            config.logprob_rows(traits.sizes.vocabulary), transform=logit_transform(hf_config)
-        ),
-        "padding": hf_config.pad_token_id,
-        "value_bias": head_has_bias(hf_config) if has_value_head(hf_config) else None,
-    }
-    stages = range(config.virtual_stages)
-    return [_stage(traits, transformer, modules, mesh, index, options) for index in stages]
+    scoring = LogprobOptions(
+        config.logprob_rows(traits.sizes.vocabulary), transform=logit_transform(hf_config)
+    )
+    stages = []
+    for index in range(config.virtual_stages):
+        vp_stage = index if config.virtual_stages > 1 else None
+        layers = _layers(traits, transformer, modules, mesh, vp_stage)
+        stage = PackedGPT(transformer, layers, mesh.groups, vp_stage, traits, hf_config, scoring)
+        _mark_cut(stage)
+        stages.append(stage)
+    return stages
 
 
 def _transformer_config(
@@ -238,7 +286,6 @@ def _transformer_config(
         batch_p2p_comm=config.virtual_stages == 1,
         deallocate_pipeline_outputs=config.virtual_stages == 1,
         moe_token_dispatcher_type="alltoall",  # the default, allgather, refuses variable lengths, even for dense models
-        cuda_graph_scope=[],
         # Losses are already divided by global counts, so gradients are summed over micro-batches and ranks.
         calculate_per_token_loss=True,
         gradient_accumulation_fusion=adds_gradients,
@@ -295,40 +342,21 @@ def pipeline_layout(layers: int, config: EngineConfig) -> list[list[str]] | None
     return [["embedding", *layout[0]], *layout[1:-1], [*layout[-1], "loss"]]
 
 
-def _stage(
+def _layers(
     traits: ModelTraits,
     transformer: TransformerConfig,
     modules: LayerModules,
     mesh: MegatronMesh,
-    index: int,
-    options: dict[str, Any],
-) -> PackedGPT:
-    pipeline = mesh.groups.pp
-    tensor = mesh.groups.tp.size()
-    virtual = transformer.virtual_pipeline_model_parallel_size
-    vp_stage = None if virtual is None else index
-    last = pipeline.rank() == pipeline.size() - 1 and index == (virtual or 1) - 1
-    first = get_transformer_layer_offset(transformer, vp_stage, pipeline.rank())
-    count = get_num_layers_to_build(transformer, vp_stage, pipeline.rank())
-    layer_specs = [
+    vp_stage: int | None,
+) -> TransformerBlockSubmodules:
+    """Return the layers of a stage."""
+    place = mesh.groups.pp.rank()
+    first = get_transformer_layer_offset(transformer, vp_stage, place)
+    count = get_num_layers_to_build(transformer, vp_stage, place)
+    layers = [
         _layer(traits, layer, transformer, modules, mesh) for layer in range(first, first + count)
     ]
-    stage = PackedGPT(
-        transformer,
-        TransformerBlockSubmodules(layer_specs=layer_specs, layer_norm=modules.norm),
-        vocab_size=-(-traits.sizes.vocabulary // tensor) * tensor,
-        max_sequence_length=0,  # only for learned positions, which the model lacks
-        pre_process=pipeline.rank() == 0 and index == 0,
-        post_process=last,
-        share_embeddings_and_output_weights=traits.sizes.tied and options["value_bias"] is None,
-        pg_collection=mesh.groups,
-        vp_stage=vp_stage,
-        tokens=traits.sizes.vocabulary,
-        traits=traits,
-        **options,
-    )
-    _mark_cut(stage)
-    return stage
+    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=modules.norm)
 
 
 def _mark_cut(stage: PackedGPT) -> None:
@@ -391,15 +419,18 @@ def _attention(
     traits: ModelTraits, layer: int, modules: LayerModules, mesh: MegatronMesh
 ) -> ModuleSpec:
     own = traits.layers[layer]
-    core = partial(PackedCoreAttention, traits=own, family=traits.family, norm=modules.norm)
+    family = traits.family
+    of_heads = family.query_norms == "head" and not family.norms_rotated
+    norms = () if of_heads else _query_norms(traits, modules, mesh)
+    core = partial(PackedCoreAttention, traits=own, family=family, norms=norms)
     params: dict[str, Any] = {"attn_mask_type": AttnMaskType.causal}
     if traits.latent is None:
         plain = SelfAttentionSubmodules(
             linear_qkv=modules.column if traits.block_norms[0] else modules.plain_column,
             core_attention=core,
             linear_proj=modules.row,
-            q_layernorm=_query_norm(traits, traits.sizes.heads, modules, mesh),
-            k_layernorm=_query_norm(traits, traits.sizes.key_heads, modules, mesh),
+            q_layernorm=modules.norm if of_heads else IdentityOp,
+            k_layernorm=modules.norm if of_heads else IdentityOp,
         )
         return ModuleSpec(module=SelfAttention, params=params, submodules=plain)
     latent = MLASelfAttentionSubmodules(
@@ -415,12 +446,13 @@ def _attention(
     return ModuleSpec(module=LatentAttention, params=params, submodules=latent)
 
 
-def _query_norm(
-    traits: ModelTraits, heads: int, modules: LayerModules, mesh: MegatronMesh
-) -> ModuleSpec | type:
-    """Return the norm of queries or keys that comes before their rotation, of so many `heads`."""
+def _query_norms(
+    traits: ModelTraits, modules: LayerModules, mesh: MegatronMesh
+) -> tuple[Callable[..., nn.Module], ...]:
+    """Return what makes the norms of queries and keys that Megatron's layer does not have: of all heads, or after the rotation."""
     if traits.family.query_norms == "full":
-        how = {"heads": heads, "group": mesh.groups.tp}
-        return ModuleSpec(module=NormOfAllHeads, params=how)
-    of_heads = traits.family.query_norms == "head" and not traits.family.norms_rotated
-    return modules.norm if of_heads else IdentityOp
+        of_all = partial(NormOfAllHeads, group=mesh.groups.tp)
+        return tuple(
+            partial(of_all, heads=heads) for heads in (traits.sizes.heads, traits.sizes.key_heads)
+        )
+    return (modules.norm, modules.norm) if traits.family.query_norms == "head" else ()

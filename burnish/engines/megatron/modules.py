@@ -68,20 +68,22 @@ class PackedCoreAttention(nn.Module):
         layer_number: int,
         traits: LayerTraits,
         family: Family,
-        norm: Any,
+        norms: tuple[Callable[..., nn.Module], ...],
         **others: Any,
     ) -> None:
-        """`norm` is the class of an RMSNorm."""
+        """`norms` make the norms of queries and keys, if Megatron's own layer has none."""
         super().__init__()
         self.layer_number = layer_number
         self.softmax = Softmax(traits.scaling, traits.window, traits.softcap)
         self.rotation = traits.rotation
         self.neighbours = family.rotates_neighbours
+        self.norms_rotated = family.norms_rotated
         self.q_layernorm: nn.Module | None = None
         self.k_layernorm: nn.Module | None = None
-        if family.norms_rotated:
-            self.q_layernorm = norm(config, config.kv_channels, config.layernorm_epsilon)
-            self.k_layernorm = norm(config, config.kv_channels, config.layernorm_epsilon)
+        if norms:
+            self.q_layernorm, self.k_layernorm = (
+                norm(config, config.kv_channels, config.layernorm_epsilon) for norm in norms
+            )
 
     def forward(
         self,
@@ -99,17 +101,23 @@ class PackedCoreAttention(nn.Module):
         assert packing is not None
         query = query[:, 0]
         key = key[:, 0]
+        if not self.norms_rotated:
+            query, key = self._normed(query, key)
         if self.rotation is not None:
             rotation = packed_seq_params.rotations[self.rotation]
             query, key = (
                 turned(part, rotation, neighbours=self.neighbours) for part in (query, key)
             )
-        if self.q_layernorm is not None and self.k_layernorm is not None:
-            query = self.q_layernorm(query)
-            key = self.k_layernorm(key)
+        if self.norms_rotated:
+            query, key = self._normed(query, key)
         query, key, value = (part.transpose(0, 1)[None] for part in (query, key, value[:, 0]))
         output = packing.attend(self.layer_number - 1, (query, key, value), self.softmax)
         return output[0].flatten(1)[:, None]
+
+    def _normed(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+        if self.q_layernorm is None or self.k_layernorm is None:
+            return query, key
+        return self.q_layernorm(query), self.k_layernorm(key)
 
 
 def turned(heads: Tensor, rotation: Rotation, *, neighbours: bool) -> Tensor:
@@ -183,8 +191,8 @@ class NormOfAllHeads(nn.Module):
         self._group = group
 
     def forward(self, heads: Tensor) -> Tensor:
-        """Normalize `heads` [T, 1, heads of this rank, hidden_size]."""
-        flat = heads.flatten(2)
+        """Normalize `heads` [T, heads of this rank, hidden_size]."""
+        flat = heads.flatten(1)
         if self._group.size() == 1:
             return rms_norm(flat, self.weight, self.epsilon).view(heads.shape)
         rows = flat.float()
@@ -329,6 +337,7 @@ class GroupedExperts(MegatronModule):
         config: TransformerConfig,
         *,
         pg_collection: ProcessGroupCollection,
+        **others: Any,
     ) -> None:
         super().__init__(config=config)
         experts = num_local_experts
