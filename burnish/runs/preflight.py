@@ -169,7 +169,7 @@ def _models(
     yield from _code(engine.kind, "engine.kind")
     if engine.kind == "megatron":
         do = f"{install('megatron')}, or set engine.kind=torch"
-        yield from _package("megatron", "engine.kind megatron", "megatron-core 0.16", do)
+        yield from _package("megatron", "engine.kind megatron", "megatron-core", do)
 
 
 def _directory(path: str, setting: str, members: Sequence[str]) -> Iterator[BurnishError]:

@@ -2,16 +2,31 @@
 
 import warnings
 
-from burnish.errors import install, refusing
+from packaging.version import Version
+
+from burnish.errors import UsageError, install, refusing
+
+_OLDEST = "0.16.1"
+_WANT = f"megatron-core {_OLDEST} to 0.19"
+_DO = f"{install('megatron')}, or set engine.kind=torch"
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     with refusing(
         "engine.kind megatron needs a package that cannot be imported",
-        want="megatron-core 0.16",
-        do=f"{install('megatron')}, or set engine.kind=torch",
+        want=_WANT,
+        do=_DO,
     ):
         import megatron.core.distributed
-        import megatron.core.models.gpt.gpt_layer_specs
+        import megatron.core.models.common.language_module.language_module
         import megatron.core.optimizer
-        import megatron.core.pipeline_parallel  # noqa: F401
+        import megatron.core.pipeline_parallel
+        import megatron.core.transformer.multi_latent_attention
+
+if Version(megatron.core.__version__) < Version(_OLDEST):
+    raise UsageError(
+        "engine.kind megatron needs a newer Megatron-Core",
+        have=f"megatron-core {megatron.core.__version__}",
+        want=_WANT,
+        do=_DO,
+    )

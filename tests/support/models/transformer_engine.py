@@ -64,6 +64,7 @@ class _GroupedLinear(nn.Module):
         is_expert: bool,
         tp_comm_buffer_name: str,
         pg_collection: Any,
+        name: str | None = None,  # since Megatron-Core 0.19
     ) -> None:
         super().__init__()
         assert is_expert
