@@ -10,8 +10,9 @@ SMOLLM := .venv-smollm
 GYM := .venv-environments
 VERIFIERS := .venv-verifiers
 OLDEST := .venv-oldest
+MEGATRON := .venv-megatron
 
-.PHONY: demo test nightly nightly-oldest lint docs contract faults bench clean
+.PHONY: demo test nightly nightly-oldest nightly-newest-megatron lint docs contract faults bench clean
 
 demo: $(STAMP)
 	$(BIN)/python examples/demo/demo.py
@@ -37,7 +38,7 @@ NIGHTLY := $(addprefix nightly-,$(PARTS))
 PART = files=$$($(BIN)/python tests/support/parts.py $*) && $(subst $(VENV),$(ENVIRONMENT),$(PYTEST)) $$files
 ENVIRONMENT := $(VENV)
 
-nightly: $(NIGHTLY) nightly-oldest
+nightly: $(NIGHTLY) nightly-oldest nightly-newest-megatron
 
 $(NIGHTLY): nightly-%: $(STAMP)
 	$(PART) -m '(nightly or hypothesis) and not contract' $(WORKERS)
@@ -58,6 +59,18 @@ nightly-verifiers: $(VERIFIERS)/.installed
 
 nightly-oldest: $(OLDEST)/.installed
 	$(subst $(VENV),$(OLDEST),$(PYTEST)) $(WORKERS) $(VERSIONS)
+
+# The newest Megatron-Core needs Python 3.12, which the machine may have beside $(PYTHON).
+PYTHON312 := $(shell for each in $(PYTHON) python3.12 $(HOME)/.pyenv/versions/3.12*/bin/python3.12; do \
+	"$$each" -c 'import sys; sys.exit(sys.version_info < (3, 12))' 2> /dev/null && echo "$$each" && break; done)
+
+nightly-newest-megatron: $(if $(PYTHON312),$(MEGATRON)/.installed)
+ifeq ($(PYTHON312),)
+	@echo "There is no Python 3.12, so the newest Megatron-Core is not tested. Name one: make PYTHON312=PATH $@"
+else
+	files=$$(for part in megatron layouts; do $(MEGATRON)/bin/python tests/support/parts.py $$part; done) && \
+		$(subst $(VENV),$(MEGATRON),$(PYTEST)) $$files -m 'not contract' $(WORKERS)
+endif
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
@@ -118,7 +131,14 @@ $(OLDEST)/.installed: pyproject.toml constraints/oldest.txt
 	$(@D)/bin/python -m pip install --quiet --constraint constraints/oldest.txt --editable '.[dev,math,liger]'
 	@touch $@
 
+# What .venv has, on Python 3.12.
+$(MEGATRON)/.installed: pyproject.toml constraints/cpu.txt
+	$(PYTHON312) -m venv $(@D)
+	$(@D)/bin/python -m pip install --quiet --constraint constraints/cpu.txt torch==2.13.0
+	$(@D)/bin/python -m pip install --quiet --constraint constraints/cpu.txt --editable '.[dev,math]'
+	@touch $@
+
 .PHONY: $(NIGHTLY) $(CONTRACTS) $(CAMPAIGNS)
 
 clean:
-	rm -rf $(VENV) $(SERVICES) $(VLLM) $(RAY) $(SMOLLM) $(GYM) $(OLDEST) .venv-peers .mypy_cache .ruff_cache site
+	rm -rf $(VENV) $(SERVICES) $(VLLM) $(RAY) $(SMOLLM) $(GYM) $(VERIFIERS) $(OLDEST) $(MEGATRON) .venv-peers .mypy_cache .ruff_cache site
