@@ -183,6 +183,12 @@ FAMILIES: Mapping[str, Family] = {
     "solar_open": _by_sigmoid(),
     **dict.fromkeys(("minicpm3", "youtu"), _undescribed(query_norm_names=_LATENT_NORMS)),
     **dict.fromkeys(("deepseek_v3", "glm4_moe_lite"), _by_sigmoid(query_norm_names=_LATENT_NORMS)),
+    "deepseek_v2": _undescribed(
+        has_router=True,
+        rotates_neighbours=True,
+        query_norm_names=_LATENT_NORMS,
+        shared_expert="shared_experts",
+    ),
     "gpt_oss": _on_torch(has_router=True, softmax_of_chosen=True),
     "qwen3_next": _on_torch(has_router=True),
     "qwen3_5_moe_text": _on_torch(has_router=True),

@@ -336,12 +336,18 @@ def _routed(model: PreTrainedModel) -> list[list[tuple[Tensor, Tensor]]]:
 
 
 def _balance(model: PreTrainedModel, routed: list[list[tuple[Tensor, Tensor]]]) -> Tensor:
-    """Return the load-balancing loss of all tokens: transformers' own, but of shares of sigmoids (arXiv 2412.19437, equation 19)."""
+    """Return the load-balancing loss of all tokens: transformers' own, but of shares of sigmoids (arXiv 2412.19437, equation 19).
+
+    transformers' own does not know groups of experts.
+    """
     logits = [torch.cat([each for each, _ in calls]) for calls in routed]
     _, experts, chosen = router_sizes(model.config)
-    if not family_of(model.config.get_text_config().model_type).scores_by_sigmoid:
+    text = model.config.get_text_config()
+    by_sigmoid = family_of(text.model_type).scores_by_sigmoid
+    if not by_sigmoid and getattr(text, "topk_method", "greedy") == "greedy":
         return load_balancing_loss_func(tuple(logits), experts, chosen)
-    scores = torch.cat(logits).sigmoid()
+    joined = torch.cat(logits)
+    scores = joined.sigmoid() if by_sigmoid else joined.softmax(-1)
     choices = torch.cat([each for calls in routed for _, each in calls]).flatten()
     load = torch.bincount(choices, minlength=experts).float() / len(scores)
     return experts * torch.dot(load, (scores / scores.sum(-1, keepdim=True)).mean(0))

@@ -123,9 +123,11 @@ def hook_routers(model: PreTrainedModel) -> None:
     factor = getattr(text, "routed_scaling_factor", 1.0)
     layers: Any = getattr(model.base_model, "layers", ()) if family.has_router else ()
     for number, layer in enumerate(each for each in layers if hasattr(each.mlp, "experts")):
-        router = _Router(number, family, normalizes, factor)
+        gate = router_of(layer.mlp)
+        # DeepSeek-V2's never normalize.
+        router = _Router(number, family, normalizes and not hasattr(gate, "topk_method"), factor)
         layer.register_forward_pre_hook(router.take, with_kwargs=True)
-        router_of(layer.mlp).register_forward_hook(router.route)
+        gate.register_forward_hook(router.route)
 
 
 def router_of(mixture: Any) -> nn.Module:
@@ -186,9 +188,9 @@ class _Router:
         if self._family.softmax_of_chosen:
             return logits.gather(1, experts).softmax(dim=-1)
         weights = logits.softmax(dim=-1, dtype=torch.float32).gather(1, experts)
-        if not self._normalizes:
-            return weights
-        return weights / weights.sum(dim=-1, keepdim=True).clamp(min=_LEAST_SUM)
+        if self._normalizes:
+            weights = weights / weights.sum(dim=-1, keepdim=True).clamp(min=_LEAST_SUM)
+        return weights * self._factor
 
 
 def sigmoid_weights(scores: Tensor, factor: float = 1.0, *, normalizes: bool = True) -> Tensor:

@@ -47,6 +47,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "not normalized": ("qwen3_moe", {"norm_topk_prob": False}),
     "by sigmoid, of groups": ("glm4_moe", {}),
     "by sigmoid, not normalized": ("dots1", {}),
+    "of groups, times a factor": ("deepseek_v2", {"norm_topk_prob": True}),
     "by sigmoid, a bias beside": ("minimax_m2", {}),
 }
 

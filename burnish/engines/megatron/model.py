@@ -297,23 +297,26 @@ def _transformer_config(
 def _of_experts(
     traits: ModelTraits, hf_config: PretrainedConfig, config: EngineConfig
 ) -> dict[str, Any]:
-    by_sigmoid: dict[str, Any] = {}
-    if traits.family.scores_by_sigmoid:
-        by_sigmoid = {
-            "moe_router_score_function": "sigmoid",
+    in_fp32: dict[str, Any] = {}
+    by_sigmoid = traits.family.scores_by_sigmoid
+    if by_sigmoid or traits.topk_method:
+        limits = by_sigmoid or traits.topk_method == "group_limited_greedy"
+        in_fp32 = {
+            "moe_router_score_function": "sigmoid" if by_sigmoid else "softmax",
             "moe_router_dtype": "fp32",
-            "moe_router_num_groups": getattr(hf_config, "n_group", 1),
-            "moe_router_group_topk": getattr(hf_config, "topk_group", 1),
+            "moe_router_num_groups": getattr(hf_config, "n_group", 1) if limits else None,
+            "moe_router_group_topk": getattr(hf_config, "topk_group", 1) if limits else None,
             "moe_router_topk_scaling_factor": getattr(hf_config, "routed_scaling_factor", 1.0),
         }
-    return by_sigmoid | {
+    normalizes = getattr(hf_config, "norm_topk_prob", True) and not traits.topk_method
+    return in_fp32 | {
         "num_moe_experts": traits.sizes.experts,
         "moe_ffn_hidden_size": traits.sizes.expert_intermediate,
         "moe_shared_expert_intermediate_size": traits.shared_width or None,
         "moe_shared_expert_gate": traits.gates_shared,
         "moe_layer_freq": [int(layer.has_experts) for layer in traits.layers],
         "moe_router_topk": hf_config.num_experts_per_tok,
-        "moe_router_pre_softmax": not getattr(hf_config, "norm_topk_prob", True),
+        "moe_router_pre_softmax": not normalizes,
         "moe_router_load_balancing_type": "none",
         "expert_model_parallel_size": config.expert_parallel,
         "expert_tensor_parallel_size": config.expert_tensor_parallel or config.tensor_parallel,

@@ -243,7 +243,7 @@ class RoutedLayer(TransformerLayer):
 class PlainRouter(TopKRouter):
     """Chooses experts as the families' own code does, and obeys and records `Routing`.
 
-    Scores are softmax in the compute dtype, or sigmoid in fp32 (`Family.scores_by_sigmoid`). Its bias `expert_bias` is not trained.
+    Scores are softmax in the compute dtype, DeepSeek-V2's in fp32, or sigmoid in fp32 (`Family.scores_by_sigmoid`). Its bias `expert_bias` is not trained.
     The load-balancing loss is that of the whole step, not Megatron's of a micro-batch.
     """
 
@@ -252,6 +252,7 @@ class PlainRouter(TopKRouter):
         # Megatron makes the weight on the host and moves it at its first use. Move it now.
         self.weight = _on_device(self.get_parameter("weight"))
         self.by_sigmoid = self.config.moe_router_score_function == "sigmoid"
+        self.in_fp32 = self.config.moe_router_dtype == "fp32"
         if self.by_sigmoid:
             del self.expert_bias  # None, since Megatron would update its own
             experts = self.config.num_moe_experts
@@ -264,7 +265,7 @@ class PlainRouter(TopKRouter):
 
     def gating(self, input: Tensor) -> Tensor:
         """Return logits [..., experts] of hidden states [..., H]."""
-        if self.by_sigmoid:
+        if self.in_fp32:
             return functional.linear(input.float(), self.weight.float())
         return functional.linear(input, self.weight)
 
@@ -282,8 +283,7 @@ class PlainRouter(TopKRouter):
         elif softmax_first:
             scores = logits.softmax(dim=-1, dtype=torch.float32).type_as(logits)
         if routing is None or routing.prescribed is None:
-            ranked = self._biased(scores) if self.by_sigmoid else scores
-            chosen = ranked.topk(self.topk, dim=1).indices
+            chosen = self._ranked(scores).topk(self.topk, dim=1).indices
         else:
             chosen = routing.prescribed[:, self.number].long()
         weights = scores.gather(1, chosen)
@@ -292,6 +292,8 @@ class PlainRouter(TopKRouter):
             weights = sigmoid_weights(weights, factor, normalizes=not softmax_first)
         elif not softmax_first:
             weights = weights.softmax(dim=-1, dtype=torch.float32).type_as(logits)
+        elif factor := self.config.moe_router_topk_scaling_factor:
+            weights = weights * factor
         if routing is not None:
             weights = routing.settle(
                 self.number, logits, chosen, weights, by_sigmoid=self.by_sigmoid
@@ -299,14 +301,17 @@ class PlainRouter(TopKRouter):
         places = torch.zeros_like(logits)
         return places.scatter(1, chosen, weights), places.bool().scatter(1, chosen, True)
 
-    def _biased(self, scores: Tensor) -> Tensor:
-        """Return scores [R, experts] plus the bias, -inf outside the groups with the highest sums of two."""
-        biased = scores + self.expert_bias
-        groups = self.config.moe_router_num_groups
+    def _ranked(self, scores: Tensor) -> Tensor:
+        """Return scores [R, experts], plus the bias if there is one, -inf outside the best groups of experts.
+
+        Those have the highest maximum of softmax, or the highest sum of two sigmoids.
+        """
+        ranked = scores + self.expert_bias if self.by_sigmoid else scores
+        groups = self.config.moe_router_num_groups or 1
         if groups == 1:
-            return biased
-        of_groups = biased.unflatten(1, (groups, -1))
-        best = of_groups.topk(2, dim=-1).values.sum(dim=-1)
+            return ranked
+        of_groups = ranked.unflatten(1, (groups, -1))
+        best = of_groups.topk(2 if self.by_sigmoid else 1, dim=-1).values.sum(dim=-1)
         kept = best.topk(self.config.moe_router_group_topk, dim=-1).indices
         outside = torch.ones_like(best, dtype=torch.bool).scatter(1, kept, False)
         return of_groups.masked_fill(outside[..., None], -torch.inf).flatten(1)

@@ -87,6 +87,8 @@ class ModelTraits:
     """Of the embeddings: one that is rounded to their dtype, as Gemma's, and one that is not, as Granite's."""
     shared_width: int
     """Columns of the expert that every token goes to; 0: there is none."""
+    topk_method: str
+    """How DeepSeek-V2's softmax routers choose, whose weights are never normalized; empty: the routers are others."""
     gates_shared: bool
     """That expert's output is multiplied by the sigmoid of a gate."""
     latent: LatentTraits | None
@@ -136,6 +138,7 @@ def model_traits(hf_config: PretrainedConfig) -> ModelTraits:
     by_type = any(isinstance(each, Mapping) for each in hf_config.rope_parameters.values())
     shared = (getattr(layer.mlp, family.shared_expert or "-", None) for layer in layers)
     widths = (each.down_proj.in_features for each in shared if each is not None)
+    methods = (getattr(getattr(layer.mlp, "gate", None), "topk_method", "") for layer in layers)
     scale = getattr(model.get_input_embeddings(), "scalar_embed_scale", 1.0)
     norms = [
         name if hasattr(getattr(layers[0], name or "-", None), "weight") else ""
@@ -153,6 +156,7 @@ def model_traits(hf_config: PretrainedConfig) -> ModelTraits:
         block_norms=(norms[0], norms[1], norms[2], norms[3]),
         embedding_factors=(scale, getattr(hf_config, "embedding_multiplier", 1.0)),
         shared_width=next(widths, 0),
+        topk_method=next(filter(None, methods), ""),
         gates_shared=any(hasattr(layer.mlp, f"{family.shared_expert}_gate") for layer in layers),
         latent=latent,
         rotary=type(model.base_model.rotary_emb),

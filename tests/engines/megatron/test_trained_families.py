@@ -23,7 +23,7 @@ from burnish.models.names import model_shards
 TRAINED = sorted(name for name, each in FAMILIES.items() if each.on_megatron)
 MIXTURES = [name for name in TRAINED if FAMILIES[name].has_router]
 BY_DAY = ("glm4_moe", "olmo2")
-SEEDS = {"glm4_moe": 1, "glm4_moe_lite": 2}
+SEEDS = {"deepseek_v2": 1, "glm4_moe": 1, "glm4_moe_lite": 2}
 """Of random weights. Of others AdamW makes whole steps of gradients that are nearly 0, of which rounding decides."""
 LAYOUTS: dict[str, dict[str, Any]] = {
     "tensor": {"tensor_parallel": 2, "layers": "transformer_engine"},

@@ -34,7 +34,9 @@ class PrescribedRouter(nn.Module):
     def __init__(self, replaced: Any) -> None:
         super().__init__()
         self.weight, self.bias = replaced.weight, getattr(replaced, "bias", 0.0)
-        self.normalizes: bool = getattr(replaced, "norm_topk_prob", True)
+        self.normalizes: bool = getattr(
+            replaced, "norm_topk_prob", not hasattr(replaced, "topk_method")
+        )
         self.factor: float = getattr(replaced, "routed_scaling_factor", 1.0)
         self.by_sigmoid = False
         self.experts: Tensor | None = None
@@ -90,13 +92,12 @@ def record_routed(model: PreTrainedModel) -> Routed:
 
 
 def balancing_loss(model: PreTrainedModel, routed: Routed) -> Tensor:
-    """transformers' own, of all tokens; that of the paper if routers score by sigmoid."""
+    """transformers' own, of all tokens; that of the paper if routers score by sigmoid, or choose within groups."""
     of_layers = tuple(torch.cat([logits for logits, _ in calls]) for calls in routed)
     _, count, chosen = router_sizes(model.config)
-    if by_sigmoid(model):
-        shares = torch.cat(
-            [(each / each.sum(-1, keepdim=True)) for each in map(torch.sigmoid, of_layers)]
-        )
+    if by_sigmoid(model) or hasattr(model.config, "topk_method"):
+        score = torch.sigmoid if by_sigmoid(model) else torch.exp
+        shares = torch.cat([(each / each.sum(-1, keepdim=True)) for each in map(score, of_layers)])
         experts = torch.cat([each for calls in routed for _, each in calls])
         load = torch.bincount(experts.flatten(), minlength=count) / len(shares)
         return count * torch.dot(load, shares.mean(0))

@@ -186,6 +186,15 @@ _LATENT_OF_EXPERTS: dict[str, Any] = {
 }
 ON_MEGATRON: dict[str, dict[str, Any]] = {
     "deepseek_v3": _LATENT_OF_EXPERTS,
+    "deepseek_v2": {
+        **_LATENT_OF_EXPERTS,
+        "n_routed_experts": 8,
+        "n_group": 4,
+        "topk_group": 2,
+        "num_experts_per_tok": 3,
+        "q_lora_rank": None,
+        "topk_method": "group_limited_greedy",
+    },
     "glm4_moe_lite": {**_LATENT_OF_EXPERTS, "rope_interleave": False},
     "minicpm3": {**_LATENT, "scale_emb": 3, "scale_depth": 0.7, "dim_model_base": 16},
     "youtu": {**_LATENT, "pad_token_id": None, "tie_word_embeddings": True},
