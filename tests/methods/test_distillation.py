@@ -7,6 +7,7 @@ import shutil
 import signal
 import threading
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from support.checkpoints.states import committed
 from support.models.tokenizers import char_tokenizer
 from support.nightly import by_day
 from support.runs.endpoints import Answer, serving
@@ -29,6 +31,7 @@ from support.runs.training_files import (
     done,
     make_files,
     metrics,
+    outcome,
     ranks,
     rollouts,
     write_rows,
@@ -240,15 +243,62 @@ def test_a_model_is_its_own_teacher_with_the_answer(
     assert metrics(plain)[0]["actor/divergence"] == pytest.approx(0.0, abs=1e-6)
 
 
+KILLED = {
+    "drawn": [],
+    "own": OWN,
+    "whole": [*OWN, "distill.tokens=all", "distill.mix=0.5"],
+    "top": [*OWN, "distill.tokens=topk", "distill.k=5"],
+    "self": [
+        "distill.teachers=[{path: initial, prompt_column: hinted}]",
+        "data.train=[hinted.jsonl]",
+        "distill.tokens=all",
+        "model.lora.rank=4",
+    ],
+    "sources": [
+        "distill.teachers=[{path: teacher, source: a}, {path: initial}]",
+        "data.train=[sources.jsonl]",
+    ],
+    "endpoint": [],
+}
+
+
 @pytest.mark.nightly
-@pytest.mark.parametrize("world", [1, 2])
-def test_a_killed_run_goes_on_to_the_bit(work: Path, world: int) -> None:
-    argv = [*RUN, "checkpoint.save_every=1", "batch.minibatches=2", "rollout.ahead=1"]
-    whole = done(work, *argv, f"name=whole{world}", world=world)
-    at = At("burnish.methods.parts.online_training:counted", 4, signal.SIGKILL)
-    commands = ranks(work, [*argv, f"name=killed{world}"], world, at=at)
+@pytest.mark.usefixtures("hinted")
+@pytest.mark.parametrize(
+    ("name", "world"), [*((name, 1) for name in KILLED), ("drawn", 2), ("whole", 2)]
+)
+def test_a_killed_run_goes_on_to_the_bit(work: Path, name: str, world: int) -> None:
+    lines = [json.loads(line) for line in (work / "train.jsonl").read_text().splitlines()]
+    rows = [{**row, "data_source": "ab"[number % 2]} for number, row in enumerate(lines)]
+    write_rows(work / "sources.jsonl", rows)
+    argv = [*RUN, "checkpoint.save_every=1", "batch.minibatches=2", *KILLED[name]]
+    argv += ["rollout.ahead=1"] if name == "drawn" else []
+    with ExitStack() as stack:
+        if name == "endpoint":
+            endpoint = stack.enter_context(serving(scorer(work, char_tokenizer().get_vocab())))
+            argv.append(f"distill.teachers=[{{path: tiny, url: '{endpoint.url}'}}]")
+        require_same_after_a_kill(
+            work, argv, f"{name}{world}", world, "burnish.methods.parts.online_training:counted", 4
+        )
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", ["whole", "top"])
+def test_a_killed_run_on_fixed_answers_goes_on_to_the_bit(work: Path, name: str) -> None:
+    argv = [*fixed(name), "checkpoint.save_every=1"]
+    place = "burnish.methods.parts.offline_training:make_batch"
+    require_same_after_a_kill(work, argv, f"fixed-{name}", 1, place, STEPS)
+
+
+def require_same_after_a_kill(
+    work: Path, argv: list[str], name: str, world: int, place: str, nth: int
+) -> None:
+    whole = done(work, *argv, f"name=peace-{name}", world=world)
+    commands = ranks(work, [*argv, f"name=war-{name}"], world, at=At(place, nth, signal.SIGKILL))
     assert all(command.wait() != 0 for command in commands)
-    assert_same(done(work, *argv, f"name=killed{world}", world=world), whole)
+    killed = work / f"runs/war-{name}"
+    assert 0 < len(committed(killed / "checkpoints")) < STEPS
+    assert outcome(done(work, *argv, f"name=war-{name}", world=world)) == outcome(whole)
 
 
 @pytest.mark.nightly
