@@ -237,8 +237,13 @@ def step_loss(outputs: TokenOutputs, micro: MicroBatch) -> tuple[Tensor, Stats]:
 def implicit_rewards(
     settings: PreferenceSettings,
 ) -> Callable[[TokenOutputs, MicroBatch], Tensor]:
-    """Return a function that returns β r of each sequence of a micro-batch, [S]."""
-    return lambda outputs, micro: Side(*_columns(outputs.logprobs, micro)).rewards(settings)
+    """Return a function that returns β (r - z) of each sequence of a micro-batch, [S]. KTO's z is 0 for pairs."""
+
+    def rewards(outputs: TokenOutputs, micro: MicroBatch) -> Tensor:
+        own = Side(*_columns(outputs.logprobs, micro)).rewards(settings)
+        return own - settings.beta * micro.kl
+
+    return rewards
 
 
 def values_after_texts(outputs: TokenOutputs, micro: MicroBatch) -> Tensor:

@@ -237,8 +237,7 @@ class DPO(PairMethod):
         """See `PairMethod.rewards`."""
         from burnish.algorithms.preferences import implicit_rewards
 
-        settings = self.settings(config)
-        return None if settings.is_of_answers else implicit_rewards(settings)
+        return implicit_rewards(self.settings(config))
 
     def loss(self, config: RunConfig) -> LossFn:
         """See `OfflineMethod.loss`."""

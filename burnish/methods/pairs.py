@@ -87,7 +87,7 @@ class PairMethod(OfflineMethod):
 
     @abstractmethod
     def rewards(self, config: RunConfig) -> Callable[[TokenOutputs, MicroBatch], Tensor] | None:
-        """Return a function that returns the reward of each sequence of a micro-batch, [S]; None if pairs are not compared."""
+        """Return a function that returns the reward of each sequence of a micro-batch, [S]; None if answers are not compared."""
 
     def measure(self, models: Models, batch: Batch) -> Stats:
         """Return the loss and the statistics of held-out pairs. Collective."""

@@ -29,7 +29,9 @@ Kind = Literal["step", "validation"]
 Row = dict[str, Any]
 
 MARGIN = "margin"
-"""Among the parts of a reward: by how much a pair's chosen answer has the higher one."""
+"""Among the parts of a reward: by how much a pair's chosen answer has the higher one, or how far a single one is on its label's side."""
+LABEL = "label"
+"""Among the parts of a reward: 1 for a desirable single answer, -1 for another one."""
 _BLOCK_BYTES = 1 << 18
 """About the size of a block, which is compressed as a whole. A reader of one row reads one block."""
 EXTREMES = 4

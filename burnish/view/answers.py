@@ -27,11 +27,11 @@ from burnish.redaction import redacted
 from burnish.runs.ending import ending
 from burnish.tracking.attention import find_attention
 from burnish.tracking.curves import Curve, Curves
-from burnish.tracking.rollouts import Kind, rollouts_path
+from burnish.tracking.rollouts import LABEL, MARGIN, Kind, rollouts_path
 from burnish.tracking.rundir import STEPS, RunDirectory
 from burnish.tracking.traces import spans_of
 from burnish.tracking.trackers import json_number
-from burnish.view.index import LAST_STEP, Integer, RolloutFilter, RolloutIndex, margin_of
+from burnish.view.index import LAST_STEP, Integer, RolloutFilter, RolloutIndex, reward_part
 from burnish.view.log_entries import Level, error_at_end, is_wanted, last_entries
 from burnish.view.runs import (
     best_validation,
@@ -239,7 +239,7 @@ class Answers:
                 "completion": str(row["completion"])[:_PREVIEW],
                 "error": bool(row.get("reward_error")),
                 "turns": _turns(row.get("conversation")),
-                "margin": margin_of(row),
+                **{name: reward_part(row, name) for name in (MARGIN, LABEL)},
             }
             for identity, row in page.rows
         ]

@@ -71,7 +71,7 @@ class IndexedRow(NamedTuple):
     length: int
     source: str
     margin: float
-    """Of an answer of a pair, by how much the chosen one has the higher reward; else 0."""
+    """See `burnish.tracking.rollouts.MARGIN`; 0 without one."""
 
 
 class RolloutFilter(BaseModel, frozen=True):
@@ -478,10 +478,10 @@ def _parse_cursor(cursor: str | None) -> _Position | None:
         raise UsageError("cursor: no page ended there", have=cursor[:80], do=do) from error
 
 
-def margin_of(row: Row) -> Any:
-    """Return by how much the chosen answer of a row's pair has the higher reward; None if it is of no pair."""
+def reward_part(row: Row, name: str) -> Any:
+    """Return a part of a row's reward; None if it has none of this name."""
     parts = row.get("reward_parts")
-    return parts.get(MARGIN) if isinstance(parts, dict) else None
+    return parts.get(name) if isinstance(parts, dict) else None
 
 
 def _index_row(line: bytes, place: tuple[int, int, int, int], where: str) -> IndexedRow:
@@ -489,7 +489,7 @@ def _index_row(line: bytes, place: tuple[int, int, int, int], where: str) -> Ind
     later, is_rest, start, number = place
     try:
         reward = float(row["reward"])
-        margin = float(margin_of(row) or 0.0)
+        margin = float(reward_part(row, MARGIN) or 0.0)
         return IndexedRow(
             later,
             int(row["prompt_index"]),

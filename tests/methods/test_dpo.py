@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -98,15 +99,20 @@ def test_two_processes_do_what_one_does(
     assert_same(done(work, *argv, world=2, environ=cache), apart)
 
 
+def written_rows(run: Path, wanted: int) -> dict[tuple[int, int], dict[str, Any]]:
+    """What the validation of a step wrote, by prompt and sample."""
+    return {
+        (row["prompt_index"], row["sample"]): row
+        for step, path in rollout_files(run / "rollouts", "validation")
+        for row in read_rollouts(path)
+        if step == wanted
+    }
+
+
 @pytest.mark.nightly
 def test_a_validation_writes_its_pairs(work: Path, other: Path, apart: Path) -> None:
     """Both answers of each held-out row as samples of one prompt, with β r and the margin."""
-    rows = {
-        (row["prompt_index"], row["sample"]): row
-        for step, path in rollout_files(apart / "rollouts", "validation")
-        for row in read_rollouts(path)
-        if step == STEPS
-    }
+    rows = written_rows(apart, STEPS)
     assert len(rows) == 2 * len(PAIRS)
     policy, frozen = (
         AutoModelForCausalLM.from_pretrained(each, dtype=torch.float32)
@@ -196,9 +202,41 @@ def test_kto_learns_from_answers(work: Path) -> None:
 
 
 @pytest.mark.nightly
+def test_a_validation_of_kto_writes_its_answers(work: Path, other: Path) -> None:
+    """Single answers, with β (r - z) of plain torch and their labels."""
+    argv = ["data.train=[answers.jsonl]", "data.validation=[answers.jsonl]", "steps=2"]
+    argv += [f"method.reference={other}", "batch.examples=16"]  # one batch has one z
+    run = done(work, *RUN, *KTO, "name=kto-written", *argv)
+    rows = written_rows(run, 2)
+    assert len(rows) == len(ANSWERS)
+    policy, frozen = (
+        AutoModelForCausalLM.from_pretrained(each, dtype=torch.float32)
+        for each in (run / "checkpoints/step-00000002/model", other)
+    )
+    tokenizer = AutoTokenizer.from_pretrained(other)
+    measured = metrics(run)[-1]
+    for index, answer in enumerate(ANSWERS):
+        with torch.no_grad():
+            now, before = (
+                log_likelihood(model, tokenizer, answer["prompt"], answer["completion"])
+                for model in (policy, frozen)
+            )
+        row = rows[index, 0]
+        lead = BETA * (float(now - before) - max(0.0, measured["val/kl"]))
+        label = 1.0 if answer["label"] else -1.0
+        assert row["completion"] == answer["completion"]
+        assert row["reward"] == pytest.approx(lead, rel=1e-3, abs=1e-3)
+        assert row["reward_parts"] == {"margin": label * row["reward"], "label": label}
+    right = [row["reward_parts"]["margin"] > 0 for row in rows.values()]
+    assert measured["val/accuracy"] == pytest.approx(np.mean(right))
+
+
+@pytest.mark.nightly
 def test_kto_learns_from_pairs(work: Path) -> None:
     pairs = done(work, *RUN, *KTO, "name=kto-pairs", "steps=2", "data.validation=[pairs.jsonl]")
     assert metrics(pairs)[0]["val/loss"] == pytest.approx(0.5, abs=1e-6)
+    written = written_rows(pairs, 2)
+    assert written.keys() == {(index, sample) for index in range(len(PAIRS)) for sample in (0, 1)}
 
 
 @pytest.mark.nightly
@@ -271,6 +309,8 @@ def test_a_killed_run_of_kto_goes_on_to_the_bit(work: Path) -> None:
         (["data.train=[answers.jsonl]"], ["answers.jsonl", "kto"]),
         ([*KTO, "data.train=[unclear.jsonl]"], ["row 1", "'good'", "method.label_column"]),
         (["method.loss={kto: 1, nll: 1}"], ["nll", "kto"]),
+        ([*KTO, "data.streaming=1"], ["kto", "data.streaming"]),
+        (["data.train=[ranked.jsonl]", "data.streaming=1"], ["ranked", "data.streaming"]),
         ([*KTO, "method.length_normalized=true"], ["method.length_normalized"]),
     ],
 )
@@ -278,6 +318,8 @@ def test_mistakes_end_before_anything_is_written(
     work: Path, argv: list[str], facts: list[str]
 ) -> None:
     write_rows(work / "one-sided.jsonl", [*PAIRS[:2], {"prompt": "1+1=", "chosen": "2"}])
+    ranked = {"prompt": "1+1=", "completions": ["2", "3"], "scores": [2.0, 1.0]}
+    write_rows(work / "ranked.jsonl", [ranked] * 4)
     write_rows(work / "unclear.jsonl", [ANSWERS[0], {**ANSWERS[1], "label": "good"}])
     code, output = burnish(work, *RUN, "name=wrong", *argv, "--dry-run")
     assert code in (2, 5), output

@@ -69,6 +69,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     make_said(root / "said")
     make_talks(root / "talks")
     make_pairs(root / "pairs")
+    make_answers(root / "answers")
     return root
 
 
@@ -83,6 +84,19 @@ def make_pairs(directory: Path) -> None:
         )
         for index in range(2)
         for sample, (reward, text) in enumerate(answers[2 * index : 2 * index + 2])
+    ]
+    write_rollouts(run.rollouts, 1, table_of(made), None)
+
+
+def make_answers(directory: Path) -> None:
+    """A run with held-out single answers, of which the second is on the wrong side."""
+    run = RunDirectory(make_run(directory, steps=1))
+    made = [
+        replace(
+            made_rollout(index, 0, text="said", reward=reward),
+            reward_parts={"margin": label * reward, "label": label},
+        )
+        for index, (reward, label) in enumerate([(2.0, 1.0), (0.5, -1.0)])
     ]
     write_rollouts(run.rollouts, 1, table_of(made), None)
 
@@ -255,6 +269,15 @@ def test_pairs_stand_side_by_side_by_margin(tab: Tab, address: str) -> None:
     show(tab, f"{address}{links[3]}")
     tab.wait("document.querySelectorAll('.column').length === 2")
     assert tab.run(said) == ["right", "wrong"]
+    unhurt(tab)
+    show(tab, f"{address}#/run/answers/rollouts?kind=validation&sort=margin")
+    tab.wait("document.querySelectorAll('.item').length === 2")
+    shown = tab.run("[...document.querySelectorAll('.item .meta')].map((e) => e.textContent)")
+    assert [
+        "undesirable, margin −0.5" in shown[0].replace("-", "−"),
+        "desirable, margin 2" in shown[1],
+    ] == [True, True]
+    tab.wait("document.querySelectorAll('.column').length === 1")
     unhurt(tab)
     show(tab, f"{address}#/run/own/rollouts")
     tab.wait("document.querySelectorAll('.item').length")

@@ -202,7 +202,7 @@ def example_validation(
 
     def validate() -> tuple[dict[str, float], RolloutTable | None]:
         measured = Stats({})
-        pairs: list[tuple[int, int, float]] = []
+        answers: list[tuple[int, int, float]] = []
         by_subset: dict[str, float] = {}
         for subset, own in sorted(subsets.items()):
             stats = Stats({})
@@ -212,33 +212,34 @@ def example_validation(
                 batch = method.batch(held_out.items, here, foundation, layout)
                 part, judged = method.judged(models, batch)
                 stats = stats.merge(part)
-                pairs += [(here[n // 2], n % 2, reward) for n, reward in judged.items()]
+                count = batch.num_sequences // len(here)
+                answers += [(here[n // count], n % count, x) for n, x in judged.items()]
             stats = reduce_stats(stats, layout, foundation.device)
             measured = measured.merge(stats)
             if subset:
                 by_subset |= stats.prefixed(f"val/{subset}/").values_by_name()
         values = {**measured.prefixed("val/").values_by_name(), **by_subset}
-        return values, _pairs(held_out, pairs, models)
+        return values, _judged_answers(held_out, answers, models)
 
     return validate
 
 
-def _pairs(
+def _judged_answers(
     held_out: HeldOut, judged: Sequence[tuple[int, int, float]], models: Models
 ) -> RolloutTable | None:
-    """Return held-out pairs with the rewards of all ranks: row, side and reward. None if there are none. Collective."""
+    """Return held-out answers with the rewards of all ranks: row, side and reward. None if there are none. Collective."""
     shares = gather_objects(judged, models.policy.layout)
-    rewards: defaultdict[int, list[float]] = defaultdict(lambda: [0.0, 0.0])
-    for row, side, reward in chain.from_iterable(shares):
-        rewards[row][side] = reward
+    rewards: defaultdict[int, list[float]] = defaultdict(list)
+    for row, _, reward in sorted(chain.from_iterable(shares)):
+        rewards[row].append(reward)
     if not rewards:
         return None
-    from burnish.methods.parts.judged_pairs import pairs_as_rollouts
+    from burnish.methods.parts.judged_answers import answers_as_rollouts
 
     subsets = dict(zip(held_out.rows, held_out.subsets, strict=True))
     tokenizer = models.foundation.tokenizer
     is_judged = has_value_head(models.foundation.hf_config)
-    return pairs_as_rollouts(held_out.items, rewards, subsets, tokenizer, is_judged=is_judged)
+    return answers_as_rollouts(held_out.items, rewards, subsets, tokenizer, is_judged=is_judged)
 
 
 def negative_log_likelihood(engine: Engine, batch: Batch) -> Stats:

@@ -21,9 +21,10 @@ export const filtersOf = (query) => Object.fromEntries([...query].filter(([name]
 // The link to a rollout, with the list's filters and the colour of tokens.
 export const toRollout = (row, beside = null) => link("rollout", here().run, row.id, {...filtersOf(here().query), colour: here().query.get("colour"), raw: here().query.get("raw"), beside});
 
-// Of an answer of a pair: by how much the chosen one has the higher reward, and which of them it is.
+// Of an answer of a pair: by how much the chosen one has the higher reward, and which of them it is. Of a single answer: how far it is on its label's side.
 export const marginOf = ({margin, reward_parts}) => margin ?? reward_parts?.margin ?? null;
-export const sideOf = (row) => (marginOf(row) === null || row.sample > 1 ? null : ["chosen", "rejected"][row.sample]);
+const labelOf = ({label, reward_parts}) => label ?? reward_parts?.label ?? null;
+export const sideOf = (row) => (marginOf(row) === null || row.sample > 1 ? null : labelOf(row) === null ? ["chosen", "rejected"][row.sample] : labelOf(row) > 0 ? "desirable" : "undesirable");
 
 export const answerOf = ({answer}) => (answer === null || answer === undefined ? "" : h("p.answer", h("span.soft", "Answer "), words(answer)));
 
