@@ -72,6 +72,8 @@ _OF_ENGINE: Sequence[_Constraint] = (
         "engine.megatron.overlap_grad_reduce=auto|true",
         "Megatron gathers weights in the pieces in which it reduces gradients",
     ),
+    ("engine.megatron.pipeline_model_parallel_layout", "engine.pipeline_parallel", ""),
+    ("engine.megatron.recompute_modules", "engine.activation_checkpointing=selective", ""),
     (
         "engine.layers=transformer_engine",
         "engine.precision=auto|bf16",

@@ -118,6 +118,17 @@ class MegatronConfig(Section):
     overlap_param_gather: MayChange[Literal["auto"] | bool] = "auto"
     """Exchange stepped weights while the next forward pass goes on. auto: if there are several data-parallel processes."""
 
+    pipeline_model_parallel_layout: MayChange[str | None] = None
+    """The layers of each pipeline stage, as Et*3|(tt|)*6tL: E embedding, t layer, L output layer. Stages are divided by |, and there are `pipeline_parallel` × `virtual_stages` of them. Default: as even as possible, the last stages shorter."""
+    recompute_modules: MayChange[list[Literal["core_attn", "mlp", "moe", "shared_experts"]]] = [
+        "core_attn"
+    ]
+    """What `activation_checkpointing: selective` recomputes."""
+    moe_token_dispatcher_type: MayChange[Literal["alltoall", "flex"]] = "alltoall"
+    """How tokens reach their experts. flex: by DeepEP's kernels; needs deep_ep. Megatron's allgather needs micro-batches of one length."""
+    moe_permute_fusion: MayChange[Literal["auto"] | bool] = "auto"
+    """Sort tokens by expert with TransformerEngine's kernels. auto: with its layers, where it has them (2.1)."""
+
     def overlaps(self, copies: int) -> tuple[bool, bool]:
         """Return both settings for so many data-parallel processes."""
         told = (self.overlap_grad_reduce, self.overlap_param_gather)

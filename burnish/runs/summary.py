@@ -141,10 +141,16 @@ def _megatron(engine: EngineConfig, world: int) -> str:
     copies = max(1, world // (engine.tensor_parallel * engine.pipeline_parallel))
     reduces, gathers = engine.megatron.overlaps(copies)
     exchanged = {"gradients": reduces, "stepped weights": gathers}
-    return ", ".join(
+    parts = [
         f"{name} exchanged {'during passes' if overlaps else 'between passes'}"
         for name, overlaps in exchanged.items()
-    )
+    ]
+    if engine.megatron.pipeline_model_parallel_layout:
+        parts.append(f"stages {engine.megatron.pipeline_model_parallel_layout}")
+    if engine.activation_checkpointing == "selective":
+        parts.append(f"{' and '.join(engine.megatron.recompute_modules)} recomputed")
+    parts.append(f"experts reached by {engine.megatron.moe_token_dispatcher_type}")
+    return ", ".join(parts)
 
 
 def sampling_rows(

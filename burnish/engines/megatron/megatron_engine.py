@@ -30,7 +30,12 @@ from burnish.engines.base import Engine, LossFn, Part
 from burnish.engines.megatron.distributed_optimizer import MegatronOptimizer, MegatronShards
 from burnish.engines.megatron.host import megatron_called
 from burnish.engines.megatron.mesh import MegatronMesh
-from burnish.engines.megatron.model import build_stages, router_biases
+from burnish.engines.megatron.model import (
+    build_stages,
+    pipeline_layout,
+    require_dispatcher,
+    router_biases,
+)
 from burnish.engines.megatron.traits import model_traits
 from burnish.engines.offload import offloaded
 from burnish.engines.sharded_engine import ShardedEngine, trained
@@ -105,6 +110,8 @@ class MegatronEngine(ShardedEngine):
         """See `Engine.require_fitting`."""
         traits = model_traits(hf_config)
         require_divisible(traits.sizes, config)
+        pipeline_layout(traits.sizes.depth, config)
+        require_dispatcher(config)
         if traits.shared_width % config.tensor_parallel:
             raise UsageError(
                 "engine.tensor_parallel does not divide the expert that every token goes to",

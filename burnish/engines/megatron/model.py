@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -26,8 +27,10 @@ from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubm
 from megatron.core.transformer.enums import AttnMaskType, ModelType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.moe import fused_a2a
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 from megatron.core.transformer.multi_latent_attention import MLASelfAttentionSubmodules
+from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import (
     TransformerBlock,
@@ -61,6 +64,7 @@ from burnish.engines.megatron.modules import (
     whole_linear,
 )
 from burnish.engines.megatron.traits import ModelTraits, model_traits
+from burnish.errors import UsageError, count_text
 from burnish.models.heads import has_value_head
 from burnish.models.kernels.fused import rotation_of
 from burnish.models.logprobs import LogprobOptions, token_logprobs
@@ -70,10 +74,12 @@ from burnish.models.scorer import ScoringPlan, logit_transform
 from burnish.models.value_head import head_has_bias, state_values
 from burnish.records import TokenOutputs
 
+# Megatron's default dispatcher, allgather, refuses variable lengths, even for dense models.
+_DENSE = {"moe_token_dispatcher_type": "alltoall"}
 # Megatron's settings for each `engine.activation_checkpointing`.
 _RECOMPUTE: dict[str, dict[str, Any]] = {
     "none": {},
-    "selective": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
+    "selective": {"recompute_granularity": "selective"},
     "full": {
         "recompute_granularity": "full",
         "recompute_method": "uniform",
@@ -202,7 +208,7 @@ class PackedGPT(LanguageModule):
         head = self.output_layer if self.score is None else self.score
         for (
             hook
-        ) in head._forward_pre_hooks.values():  # nothing calls the head, so its weights wait here
+        ) in head._forward_pre_hooks.values():  # its weights wait here, since nothing calls it
             hook(head, ())
         if self.score is not None:
             values = state_values(states, self.score)
@@ -233,7 +239,7 @@ def build_stages(
     """Build this rank's stages, in the compute dtype with undefined weights. Call inside `megatron_called`. Collective."""
     traits = model_traits(hf_config)
     modules = layer_modules(config, device)
-    transformer = _transformer_config(traits, hf_config, config, modules.adds_gradients)
+    transformer = _transformer_config(traits, hf_config, config, modules)
     scoring = LogprobOptions(
         config.logprob_rows(traits.sizes.vocabulary), transform=logit_transform(hf_config)
     )
@@ -248,7 +254,7 @@ def build_stages(
 
 
 def _transformer_config(
-    traits: ModelTraits, hf_config: PretrainedConfig, config: EngineConfig, adds_gradients: bool
+    traits: ModelTraits, hf_config: PretrainedConfig, config: EngineConfig, modules: LayerModules
 ) -> TransformerConfig:
     dtype = compute_dtype(config)
     sizes = traits.sizes
@@ -285,17 +291,22 @@ def _transformer_config(
         overlap_p2p_comm=config.virtual_stages > 1,
         batch_p2p_comm=config.virtual_stages == 1,
         deallocate_pipeline_outputs=config.virtual_stages == 1,
-        moe_token_dispatcher_type="alltoall",  # the default, allgather, refuses variable lengths, even for dense models
+        **(
+            _of_experts(traits, hf_config, config, modules.fuses_permutation)
+            if sizes.experts
+            else _DENSE
+        ),
         # Losses are already divided by global counts, so gradients are summed over micro-batches and ranks.
         calculate_per_token_loss=True,
-        gradient_accumulation_fusion=adds_gradients,
+        gradient_accumulation_fusion=modules.adds_gradients,
         **_RECOMPUTE[config.activation_checkpointing],
-        **(_of_experts(traits, hf_config, config) if sizes.experts else {}),
+        # `RecomputedMixture` is ours, since a router needs the instructions of its micro-batch again.
+        recompute_modules=[name for name in config.megatron.recompute_modules if name != "moe"],
     )
 
 
 def _of_experts(
-    traits: ModelTraits, hf_config: PretrainedConfig, config: EngineConfig
+    traits: ModelTraits, hf_config: PretrainedConfig, config: EngineConfig, fuses_permutation: bool
 ) -> dict[str, Any]:
     in_fp32: dict[str, Any] = {}
     by_sigmoid = traits.family.scores_by_sigmoid
@@ -318,6 +329,8 @@ def _of_experts(
         "moe_router_topk": hf_config.num_experts_per_tok,
         "moe_router_pre_softmax": not normalizes,
         "moe_router_load_balancing_type": "none",
+        "moe_token_dispatcher_type": config.megatron.moe_token_dispatcher_type,
+        "moe_permute_fusion": fuses_permutation,
         "expert_model_parallel_size": config.expert_parallel,
         "expert_tensor_parallel_size": config.expert_tensor_parallel or config.tensor_parallel,
     }
@@ -334,15 +347,46 @@ def router_biases(stages: Iterable[nn.Module]) -> Iterator[tuple[int, Tensor]]:
 def pipeline_layout(layers: int, config: EngineConfig) -> list[list[str]] | None:
     """Return the layers of each stage; None for a single stage.
 
-    The last stages get fewer, since the very last computes the output layer.
+    By default the last stages get fewer, since the very last computes the output layer. Raises `UsageError` for a layout in
+    `engine.megatron` that is not of this model.
     """
     stages = config.pipeline_parallel * config.virtual_stages
     if stages == 1:
         return None
+    if config.megatron.pipeline_model_parallel_layout is not None:
+        return _parsed_layout(config.megatron.pipeline_model_parallel_layout, layers, stages)
     each, over = divmod(layers, stages)
     counts = [each + (stage < over) for stage in range(stages)]
     layout = [["decoder"] * count for count in counts]
     return [["embedding", *layout[0]], *layout[1:-1], [*layout[-1], "loss"]]
+
+
+def _parsed_layout(text: str, layers: int, stages: int) -> list[list[str]]:
+    try:
+        parsed = PipelineParallelLayerLayout.parse_str_to_list(text)
+    except AssertionError:
+        parsed = []
+    layout = [[kind.name for kind in stage] for stage in parsed]
+    flat = list(chain(*layout))
+    if len(layout) != stages or flat != ["embedding", *["decoder"] * layers, "loss"]:
+        raise UsageError(
+            "engine.megatron.pipeline_model_parallel_layout is no division of this model",
+            have=f"{text}: {count_text(len(layout), 'stage')} with {count_text(flat.count('decoder'), 'layer')}",
+            want=f"E, {layers} t, L in {stages} stages, which engine.pipeline_parallel × engine.virtual_stages are",
+            do=f"write Et*{layers - stages + 1}{'|t' * (stages - 1)}L or the like, or remove the setting",
+        )
+    return layout
+
+
+def require_dispatcher(config: EngineConfig) -> None:
+    """Raise `UsageError` if the token dispatcher needs a package that is not installed."""
+    if config.megatron.moe_token_dispatcher_type == "flex" and not fused_a2a.HAVE_DEEP_EP:
+        raise UsageError(
+            "engine.megatron.moe_token_dispatcher_type flex needs a package that cannot be imported",
+            have="no deep_ep",
+            want="deep_ep, on GPUs with NVLink or InfiniBand",
+            do="install DeepEP, or set engine.megatron.moe_token_dispatcher_type=alltoall",
+        )
 
 
 def _layers(
@@ -400,7 +444,7 @@ def _layer(
         router=PlainRouter,
         shared_experts=ModuleSpec(module=SharedExpert, submodules=shared),
     )
-    experts = ModuleSpec(module=MoELayer, submodules=routed)
+    experts = ModuleSpec(module=modules.mixture, submodules=routed)
     # Only a norm before one matrix can be included in it.
     norm_before = modules.block_norm if traits.latent is None else modules.norm
     norm_before_mlp = modules.norm if mixture else modules.block_norm

@@ -21,10 +21,12 @@ from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
     reduce_from_tensor_model_parallel_region,
 )
+from megatron.core.tensor_parallel.random import checkpoint
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.experts import TEGroupedMLP
+from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -240,6 +242,22 @@ class RoutedLayer(TransformerLayer):
         return super().forward(*args, **options)
 
 
+class RecomputedMixture(MoELayer):
+    """Experts and their router, computed again in the backward pass, by the same instructions."""
+
+    def forward(self, hidden_states: Tensor, *others: Any, **options: Any) -> Any:
+        """Run Megatron's layer, and keep its input only."""
+        if not torch.is_grad_enabled():
+            return super().forward(hidden_states, *others, **options)
+        instructions = self.router.instructions
+
+        def run(hidden: Tensor) -> Any:
+            self.router.instructions = instructions  # other micro-batches came between
+            return super(RecomputedMixture, self).forward(hidden, *others, **options)
+
+        return checkpoint(run, False, hidden_states)
+
+
 class PlainRouter(TopKRouter):
     """Chooses experts as the families' own code does, and obeys and records `Routing`.
 
@@ -448,8 +466,12 @@ class LayerModules:
     """The linear layer that a block ends with, whose inputs tensor ranks divide."""
     experts: ModuleSpec = field(default_factory=lambda: ModuleSpec(module=GroupedExperts))
     """All experts of a layer."""
+    mixture: Any = MoELayer
+    """A router and its experts."""
     adds_gradients: bool = False
     """Whether linear layers add the gradients of their weights to Megatron's buffers themselves, by Apex's kernel."""
+    fuses_permutation: bool = False
+    """Whether TransformerEngine's kernels sort tokens by expert."""
 
 
 def layer_modules(config: EngineConfig, device: torch.device) -> LayerModules:
@@ -462,20 +484,34 @@ def layer_modules(config: EngineConfig, device: torch.device) -> LayerModules:
             want="CUDA, and transformer_engine 1.9 or newer",
             do='pip install --no-build-isolation "transformer_engine[pytorch]", or set engine.layers=torch',
         )
-    modules = LayerModules()
-    if config.layers == "torch" or config.precision != "bf16" or device.type != "cuda":
+    selects = config.activation_checkpointing == "selective"
+    recomputes = selects and "moe" in config.megatron.recompute_modules
+    modules = LayerModules(mixture=RecomputedMixture if recomputes else MoELayer)
+    is_fast = config.layers != "torch" and config.precision == "bf16" and device.type == "cuda"
+    has_fusion = transformer_engine.fused_permute_with_probs is not None
+    fuses = is_fast and is_installed and has_fusion
+    if config.megatron.moe_permute_fusion is True and not fuses:
+        raise UsageError(
+            "engine.megatron.moe_permute_fusion needs TransformerEngine's layers",
+            have=f"device {device}, precision {config.precision}, transformer_engine {'with' if has_fusion else 'without'} fused permutation",
+            want="CUDA, bf16, and transformer_engine 2.1 or newer",
+            do="set engine.megatron.moe_permute_fusion=auto",
+        )
+    if not is_fast:
         return modules
     if is_installed:
         grouped = MLPSubmodules(
             linear_fc1=transformer_engine.TEColumnParallelGroupedLinear,
             linear_fc2=transformer_engine.TERowParallelGroupedLinear,
         )
-        modules = LayerModules(
+        modules = replace(
+            modules,
             norm=transformer_engine.TENorm,
             block_norm=IdentityOp,
             column=transformer_engine.TELayerNormColumnParallelLinear,
             plain_column=transformer_engine.TEColumnParallelLinear,
             row=transformer_engine.TERowParallelLinear,
             experts=ModuleSpec(module=TEGroupedMLP, submodules=grouped),
+            fuses_permutation=fuses and config.megatron.moe_permute_fusion is not False,
         )
     return replace(modules, adds_gradients=linear._grad_accum_fusion_available)

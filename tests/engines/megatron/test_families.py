@@ -15,10 +15,11 @@ from support.ranks.processes import run_ranks
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from burnish.config.schema import EngineConfig
+from burnish.config.schema import EngineConfig, MegatronConfig
 from burnish.distributed.layout import Layout
 from burnish.engines.factory import require_fitting
 from burnish.engines.megatron.model import pipeline_layout
+from burnish.engines.megatron.modules import layer_modules
 from burnish.errors import UsageError
 from burnish.models.value_head import value_config
 
@@ -179,6 +180,35 @@ def test_more_tensor_ranks_than_the_vocabulary_has_rows_for_are_refused() -> Non
         require_fitting(
             tiny_config("llama", **changes), EngineConfig(kind="megatron", tensor_parallel=4)
         )
+
+
+def two_stages(**megatron: Any) -> EngineConfig:
+    return EngineConfig(kind="megatron", pipeline_parallel=2, megatron=MegatronConfig(**megatron))
+
+
+def test_layers_are_dealt_out_as_told() -> None:
+    config = two_stages(pipeline_model_parallel_layout="Et,(t|)*1t*2L")
+    layout = [["embedding", "decoder", "decoder"], ["decoder", "decoder", "loss"]]
+    assert pipeline_layout(4, config) == layout
+
+
+@pytest.mark.parametrize("told", ["Ett|ttL", "E|t|ttL", "Ett|tL|", "t|Ettl", "Et|t", "text", ""])
+def test_other_divisions_of_layers_are_refused(told: str) -> None:
+    with pytest.raises(UsageError, match="pipeline_model_parallel_layout"):
+        require_fitting(
+            tiny_config("qwen3", num_hidden_layers=3),
+            two_stages(pipeline_model_parallel_layout=told),
+        )
+
+
+def test_a_dispatcher_that_is_not_installed_is_refused() -> None:
+    with pytest.raises(UsageError, match="deep_ep"):
+        require_fitting(tiny_config("qwen3_moe"), two_stages(moe_token_dispatcher_type="flex"))
+
+
+def test_fused_permutation_is_refused_without_its_kernels() -> None:
+    with pytest.raises(UsageError, match="moe_permute_fusion"):
+        layer_modules(two_stages(moe_permute_fusion=True), torch.device("cpu"))
 
 
 @pytest.mark.parametrize(("layers", "stages"), [(4, 4), (5, 4), (7, 2), (28, 8)])
