@@ -53,7 +53,10 @@ _TORCH = "engine.kind=torch|FILE:NAME"
 _MEGATRON = "engine.kind=megatron|FILE:NAME"
 """What another engine lacks is not known here, so it is not refused."""
 _OF_ENGINE: Sequence[_Constraint] = (
-    ("model.lora", _TORCH, ""),
+    ("model.lora.dora", _TORCH, ""),
+    ("model.lora.dropout", _TORCH, ""),
+    ("model.lora.modules_to_save", _TORCH, ""),
+    ("model.lora.quantize_base", _TORCH, ""),
     ("model.train", _TORCH, "Megatron keeps main weights of trained parameters only"),
     ("engine.replicas", _TORCH, ""),
     ("engine.reshard_after_forward", _TORCH, ""),

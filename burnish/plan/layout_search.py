@@ -132,6 +132,13 @@ class Planner:
                 want=f"one of {', '.join(_DEGREES)}",
                 do="plan with engine.kind=torch",
             )
+        if config.engine.kind == "megatron" and config.model.adapter:
+            raise UsageError(
+                "the planner does not know the megatron engine's memory with an adapter",
+                have="engine.kind: megatron, model.lora",
+                want="all weights trained, or engine.kind: torch",
+                do="plan with engine.kind=torch",
+            )
         if config.engine.kind == "megatron" and not shape.family.has_llama_layers:
             raise UsageError(
                 "the planner does not know the megatron engine's memory for models of this type",

@@ -2,58 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from contracts.engine import (
-    LR,
     assert_relative,
     cut,
     examples_that_begin_alike,
     loss,
     make_examples,
-    train,
     train_by_hand,
-    whole,
 )
 from safetensors.torch import load_file
-from support.models.adapters import EXPERTS, LORA, plain_adapted, saved_name
-from support.models.engines import CPU, make_engine
+from support.models.adapted_training import (
+    off_rank,
+    on_ranks,
+    published_rank,
+    require_trained_as_peft,
+    together,
+    train_rank,
+)
+from support.models.adapters import EXPERTS, LORA, plain_adapted
+from support.models.engines import make_engine
 from support.models.tiny import VOCAB, save_tiny
-from support.ranks.processes import run_ranks
 from torch import Tensor
 
 from burnish.config.schema import LoraConfig
 from burnish.distributed.layout import Layout
-from burnish.distributed.processes import process_group
 from burnish.engines.base import Part
 from burnish.models.lora.dropout import TokenDropout, token_keys
 from burnish.records.seeds import derive_seed
-
-
-def on_ranks(fn: Callable[..., Any], world: int, *args: Any) -> list[Any]:
-    """What `run_ranks` does; one rank is this process."""
-    if world > 1:
-        return run_ranks(fn, world, *args)
-    with process_group(CPU, 60) as layout:
-        return [fn(layout, *args)]
-
-
-def train_rank(
-    layout: Layout, path: Path, lora: LoraConfig, per_micro: int, changes: dict[str, Any]
-) -> dict[str, Any]:
-    engine = make_engine(layout, path, lora=lora, **changes)
-    return train(engine, examples_that_begin_alike(VOCAB), per_micro, seed=11)
-
-
-def together(ranks: list[dict[str, Any]], key: str) -> dict[str, Tensor]:
-    shapes = {name: shape for rank in ranks for name, shape in rank["shapes"].items()}
-    return whole([rank[key] for rank in ranks], shapes)
-
 
 CASES = [  # beside the kind `adapter` of test_layouts.py, which meets all of two processes
     ("qwen3", LORA, 1, 6, {"activation_checkpointing": "full"}),
@@ -113,7 +93,7 @@ def test_it_trains_as_peft_on_plain_transformers_does(
     changes: dict[str, Any],
 ) -> None:
     path = save_tiny(tmp_path / "m", family, torch.float32)
-    assert_trains_as_peft(path, lora, world, per_micro, changes)
+    require_trained_as_peft(path, lora, world, per_micro, changes)
 
 
 @pytest.mark.nightly
@@ -131,39 +111,7 @@ def test_it_trains_on_a_base_in_four_bits_as_peft_on_bitsandbytes_layers_does(
     lora = LoraConfig(rank=3, alpha=5.0, quantize_base="nf4")
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "head_dim": 16}
     path = save_tiny(tmp_path / "m", family, torch.float32, **sizes)
-    assert_trains_as_peft(path, lora, world, 3, changes, plain=["down_proj", "lm_head"])
-
-
-def assert_trains_as_peft(
-    path: Path,
-    lora: LoraConfig,
-    world: int,
-    per_micro: int,
-    changes: dict[str, Any],
-    plain: Sequence[str] = (),
-) -> None:
-    wanted = train_by_hand(plain_adapted(path, lora, plain), examples_that_begin_alike(VOCAB))
-    ranks = on_ranks(train_rank, world, path, lora, per_micro, changes)
-    for rank in ranks:
-        assert rank["losses"] == pytest.approx(wanted["losses"], rel=2e-6)
-        assert rank["norms"] == pytest.approx(wanted["norms"], rel=1e-5)
-    merged = {k: v for rank in ranks for k, v in rank["logprobs"].items()}
-    for number, (logprobs, entropy) in wanted["logprobs"].items():
-        assert_relative(merged[number][0], logprobs, 2e-5, f"log-probs of example {number}")
-        assert_relative(merged[number][1], entropy, 2e-5, f"entropy of example {number}")
-    found = together(ranks, "weights") | together(ranks, "slots")
-    expected = {saved_name(n): t for n, t in (wanted["weights"] | wanted["slots"]).items()}
-    trained = {name for name in found if "lora_" in name}
-    assert trained == expected.keys()
-    for kind in ("base_model", "exp_avg/", "exp_avg_sq/"):
-        mine, theirs = (
-            torch.cat([held[n].flatten() for n in sorted(trained) if n.startswith(kind)])
-            for held in (found, expected)
-        )
-        assert_relative(mine, theirs, 2e-5, kind)
-    gradients = together(ranks, "gradients")
-    for name, gradient in wanted["gradients"].items():
-        assert_relative(gradients[saved_name(name)], gradient, 1e-5, f"gradient of {name}")
+    require_trained_as_peft(path, lora, world, 3, changes, plain=["down_proj", "lm_head"])
 
 
 class DropAlone(torch.nn.Module):
@@ -261,25 +209,6 @@ def count_bytes(layout: Layout, path: Path, precision: str) -> dict[str, int]:
     }
 
 
-def off_rank(layout: Layout, path: Path, lora: LoraConfig) -> dict[str, Any]:
-    """Log-probs without the adapter before the first step, which must not keep it from learning."""
-    engine = make_engine(layout, path, lora=lora)
-    batch = cut(make_examples(VOCAB), engine.layout, 2)
-    before = engine.forward(batch, adapter=False)
-    engine.forward_backward(batch, loss)
-    norm = engine.optim_step(LR).values_by_name()["grad_norm"]
-    plain = make_engine(layout, path, None)
-    with_it, without = engine.forward(batch), engine.forward(batch, adapter=False)
-    return {
-        "norm": norm,
-        "same": all(
-            torch.equal(a.logprobs, b.logprobs) and torch.equal(b.logprobs, c.logprobs)
-            for a, b, c in zip(before, without, plain.forward(batch), strict=True)
-        ),
-        "differ": not torch.equal(with_it[0].logprobs, without[0].logprobs),
-    }
-
-
 @pytest.mark.parametrize(
     ("family", "lora", "world"),
     [("qwen3", LORA, 1), ("qwen3_moe", LoraConfig(rank=4, alpha=6.0, targets=EXPERTS), 2)],
@@ -294,28 +223,6 @@ def test_off_it_is_the_model_it_was_made_for(
         assert rank["norm"] > 0
 
 
-def published_rank(
-    layout: Layout, path: Path, precision: str, tensor: int = 1, lora: LoraConfig = LORA
-) -> dict[str, Any]:
-    engine = make_engine(layout, path, None, lora=lora, precision=precision, tensor_parallel=tensor)
-    shards = list(engine.published().changing)
-    pieces = [(s.spec.name, s.box, s.part(s.box).clone()) for s in shards]
-    # A part of a piece is the same as that part of the whole piece.
-    for shard in shards:
-        if shard.tensor.ndim == 2 and min(shard.box.sizes) > 2:
-            inner = tuple(o + 1 for o in shard.box.offsets), tuple(s - 2 for s in shard.box.sizes)
-            box = replace(shard.box, offsets=inner[0], sizes=inner[1])
-            # A product of fewer rows may add in another order: the matrix library decides.
-            rounding = 1e-6 if shard.tensor.dtype == torch.float32 else 1e-2
-            part, same = shard.part(box), shard.part(shard.box)[1:-1, 1:-1]
-            torch.testing.assert_close(part, same, rtol=rounding, atol=rounding / 10)
-    return {
-        "pieces": pieces,
-        "shapes": {s.spec.name: s.spec.shape for s in shards},
-        "dtypes": {s.tensor.dtype for s in shards},
-    }
-
-
 @pytest.mark.parametrize(
     ("world", "tensor"), [(1, 1), (3, 1), pytest.param(4, 2, marks=pytest.mark.nightly)]
 )
@@ -323,7 +230,7 @@ def test_what_is_published_is_pefts_merged_model(tmp_path: Path, world: int, ten
     path = save_tiny(tmp_path / "m", "qwen2", torch.float32)
     merged = plain_adapted(path).merge_and_unload()
     state = {n: t for n, t in merged.state_dict().items() if n != "lm_head.weight"}  # tied
-    ranks = on_ranks(published_rank, world, path, "fp32", tensor)
+    ranks = on_ranks(published_rank, world, path, LORA, None, {"tensor_parallel": tensor})
     found = together(ranks, "pieces")
     assert found.keys() == state.keys()
     for name, tensor in state.items():
@@ -342,7 +249,8 @@ def test_published_experts_are_pefts_merged_ones(
     merged = plain_adapted(path, lora).merge_and_unload()
     merged.save_pretrained(tmp_path / "merged")
     state = load_file(tmp_path / "merged/model.safetensors")
-    found = together(on_ranks(published_rank, world, path, "fp32", tensor, lora), "pieces")
+    ranks = on_ranks(published_rank, world, path, lora, None, {"tensor_parallel": tensor})
+    found = together(ranks, "pieces")
     assert found.keys() == state.keys()
     for name, weight in state.items():
         assert_relative(found[name], weight, 2e-7, name)
@@ -351,7 +259,7 @@ def test_published_experts_are_pefts_merged_ones(
 def test_in_bf16_it_is_rounded_once(tmp_path: Path) -> None:
     path = save_tiny(tmp_path / "m", "qwen2", torch.bfloat16)
     merged = plain_adapted(path).merge_and_unload().state_dict()
-    (rank,) = on_ranks(published_rank, 1, path, "bf16")
+    (rank,) = on_ranks(published_rank, 1, path, LORA, None, {"precision": "bf16"})
     assert rank["dtypes"] == {torch.bfloat16}
     found = together([rank], "pieces")
     for name, tensor in found.items():

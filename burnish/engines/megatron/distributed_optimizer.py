@@ -49,6 +49,9 @@ _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 # One parameter with the matrices of all the rank's experts. With TransformerEngine each expert has its own, which ends in a number.
 _OF_EXPERTS = re.compile(r"mlp\.experts\.(linear_fc[12]\.weight)(\d*)")
 
+Adapted = Mapping[nn.Parameter, tuple[Region, ...]]
+"""With an adapter: the parameters that are trained, and the tensors of PEFT's file in each."""
+
 
 class MegatronOptimizer:
     """The optimizer of this rank's stages, for use inside `megatron_called`. Making it is collective."""
@@ -61,6 +64,7 @@ class MegatronOptimizer:
         optim: OptimConfig,
         mesh: MegatronMesh,
         layout: Layout,
+        adapted: Adapted | None = None,
     ) -> None:
         overlaps = config.megatron.overlaps(mesh.groups.dp_cp.size())
         self._reduces_early, self._gathers_late = overlaps
@@ -80,7 +84,7 @@ class MegatronOptimizer:
         )
         self.parts = [o for o in self._chained.chained_optimizers if not o.is_stub_optimizer]
         """The chained optimizers: one for experts and one for all other weights, if this rank has any."""
-        self.shards = MegatronShards(self.chunks, hf_config, self.parts)
+        self.shards = MegatronShards(self.chunks, hf_config, self.parts, adapted)
         """This rank's shards of the weights and the optimizer's slots."""
         arena = mesh.arena if config.optimizer_offload else None
         self._muon = self._make_muon(layout, arena) if optim.kind == "muon" else None
@@ -191,7 +195,7 @@ class MegatronOptimizer:
     def tensors(self) -> Iterator[Tensor]:
         """Yield gradients, main weights, moments."""
         for chunk in self.chunks:
-            yield from (parameter.main_grad for parameter in chunk.parameters())
+            yield from (each.main_grad for each in filter(_is_trained, chunk.parameters()))
         for part in self.parts:
             yield from part.get_parameters()
             for state in part.optimizer.state.values():
@@ -205,7 +209,7 @@ def _wrapped(
 
     Megatron copies the weights. So the unloaded weights are freed first, by expanding one element.
     """
-    for parameter in stage.parameters():
+    for parameter in filter(_is_trained, stage.parameters()):
         element = torch.zeros(1, dtype=parameter.dtype, device=parameter.device)
         parameter.data = element.expand(parameter.shape)
     return DistributedDataParallel(
@@ -219,6 +223,10 @@ def _wrapped(
         module=stage,
         pg_collection=mesh.groups,
     )
+
+
+def _is_trained(parameter: nn.Parameter) -> bool:
+    return parameter.requires_grad
 
 
 def _settings(config: EngineConfig, optim: OptimConfig) -> OptimizerConfig:
@@ -305,6 +313,7 @@ class MegatronShards:
         chunks: Sequence[Any],
         hf_config: PretrainedConfig,
         optimizers: Sequence[DistributedOptimizer],
+        adapted: Adapted | None = None,
     ) -> None:
         """Take this rank's stages, wrapped for data parallelism if there are `optimizers`.
 
@@ -313,16 +322,28 @@ class MegatronShards:
         sizes = model_sizes(hf_config)
         self._chunks = list(chunks)
         self._parameters: dict[str, nn.Parameter] = {}
-        self._buffers: dict[str, Tensor] = {}
+        self._fixed: dict[str, Tensor] = {}
+        buffers: dict[str, Tensor] = {}
         self._regions: dict[str, tuple[Region, ...]] = {}
         for chunk in self._chunks:
             model = get_attr_wrapped_model(chunk, "decoder", return_model_obj=True)
             for local, parameter in model.named_parameters():
-                name, regions = _described(local, tuple(parameter.shape), model, sizes)
-                self._parameters[name], self._regions[name] = parameter, regions
+                name = _name_in_model(local, model)
+                if adapted is not None and parameter in adapted:
+                    self._regions[name] = adapted[parameter]
+                else:
+                    shape = tuple(parameter.shape)
+                    self._regions[name] = checkpoint_regions(local, shape, model, sizes)
+                if adapted is None or parameter in adapted:
+                    self._parameters[name] = parameter
+                else:
+                    self._fixed[name] = parameter
             for local, buffer in _saved_buffers(model):
-                name, regions = _described(local, tuple(buffer.shape), model, sizes)
-                self._buffers[name], self._regions[name] = buffer, regions
+                name = _name_in_model(local, model)
+                self._regions[name] = checkpoint_regions(local, (*buffer.shape,), model, sizes)
+                buffers[name] = buffer
+        self._buffers = buffers if adapted is None else {}
+        self._fixed |= {} if adapted is None else buffers
         self._optimizers = list(optimizers)
         self.ranges = list(self._stepped())
         """The parts of this rank's parameters that its optimizers step."""
@@ -335,6 +356,10 @@ class MegatronShards:
         for part in self.ranges:
             yield from self._pieces(part, part.main.detach())
         yield from self._whole(self._buffers)
+
+    def frozen(self) -> Iterator[Shard]:
+        """Yield this rank's weights under an adapter; other ranks may hold the same."""
+        yield from self._whole(self._fixed)
 
     def slots(self) -> Iterator[Shard]:
         """Yield the optimizer's slots, `exp_avg/<weight>` and so on, in the dtype between steps."""
@@ -367,17 +392,31 @@ class MegatronShards:
 
     def fill(self, source: ShardSource) -> None:
         """Fill the trained weights, and copy them to the model. Zero the vocabulary's padding. Collective."""
-        for name, parameter in self._parameters.items():
-            if sum(region.box.elements for region in self._regions[name]) < parameter.numel():
-                parameter.data.zero_()
-                for part in self.ranges:
-                    if part.parameter == name:
-                        part.main.detach().zero_()
+        for name in self._without_padding(self._parameters):
+            for part in self.ranges:
+                if part.parameter == name:
+                    part.main.detach().zero_()
         source.fill(self.weights())
         for optimizer in self._optimizers:
             optimizer._copy_main_params_to_model_params()
         for chunk in self._chunks if self._optimizers else ():
             chunk.start_param_sync(force_sync=True)
+
+    def fill_frozen(self, source: ShardSource) -> None:
+        """Fill the weights under an adapter."""
+        self._without_padding(self._fixed)
+        source.fill(self.frozen())
+
+    def _without_padding(self, tensors: Mapping[str, Tensor]) -> list[str]:
+        """Zero the tensors that have elements of no tensor of a checkpoint; return their names."""
+        padded = [
+            name
+            for name, tensor in tensors.items()
+            if sum(region.box.elements for region in self._regions[name]) < tensor.numel()
+        ]
+        for name in padded:
+            tensors[name].data.zero_()
+        return padded
 
     def _pieces(self, part: SteppedRange, flat: Tensor, prefix: str = "") -> Iterator[Shard]:
         shape = tuple(self._parameters[part.parameter].shape)
@@ -415,28 +454,35 @@ def _saved_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
                 yield name, buffer
 
 
-def _described(
-    name: str, shape: tuple[int, ...], chunk: Any, sizes: ModelSizes
-) -> tuple[str, tuple[Region, ...]]:
-    """Return a parameter's name over all stages, and the checkpoint tensors in it."""
-    groups = chunk.pg_collection
+def checkpoint_regions(
+    name: str, shape: tuple[int, ...], stage: Any, sizes: ModelSizes, *, uncut: bool = False
+) -> tuple[Region, ...]:
+    """Return the tensors of the checkpoint in a stage's parameter of this `shape`, which is the whole one's if it is `uncut`."""
+    groups = stage.pg_collection
     seats = [MegatronSlot(group.rank(), group.size()) for group in (groups.tp, groups.expt_tp)]
+    if uncut:
+        seats = [MegatronSlot(), MegatronSlot()]
+    name = _name_in_model(name, stage)
     layer = _LAYER.fullmatch(name)
-    if layer is None:
-        return name, regions_of(name, shape, sizes, *seats)
-    module = chunk.decoder.layers[int(layer[1])]
-    rest = layer[2]
-    prefix = f"decoder.layers.{module.layer_number - 1}"
-    name = f"{prefix}.{rest}"
-    of_experts = _OF_EXPERTS.fullmatch(rest)
-    if of_experts is None:
-        return name, regions_of(name, shape, sizes, *seats)
+    of_experts = _OF_EXPERTS.fullmatch(layer[2]) if layer else None
+    if layer is None or of_experts is None:
+        return regions_of(name, shape, sizes, *seats)
     matrix, number = of_experts.groups()
+    prefix = f"decoder.layers.{layer[1]}"
+    module = next(each for each in stage.decoder.layers if each.layer_number == int(layer[1]) + 1)
     experts = module.mlp.local_expert_indices
     of_each = [f"{prefix}.mlp.experts.local_experts.{expert}.{matrix}" for expert in experts]
     if number:
-        return name, regions_of(of_each[int(number)], shape, sizes, *seats)
-    return name, stacked(regions_of(each, shape[1:], sizes, *seats) for each in of_each)
+        return regions_of(of_each[int(number)], shape, sizes, *seats)
+    return stacked(regions_of(each, shape[1:], sizes, *seats) for each in of_each)
+
+
+def _name_in_model(name: str, stage: Any) -> str:
+    """Return the name over all stages of a stage's parameter."""
+    layer = _LAYER.fullmatch(name)
+    if layer is None:
+        return name
+    return f"decoder.layers.{stage.decoder.layers[int(layer[1])].layer_number - 1}.{layer[2]}"
 
 
 def boxes_in_range(

@@ -1,7 +1,6 @@
 """The Megatron engine: tensor, pipeline, expert and data parallelism of Megatron-Core.
 
-Main weights, optimizer state and gradient reduction are fp32, compute is bf16 or fp32. Not supported: adapters, activation offloading,
-compilation.
+Main weights, optimizer state and gradient reduction are fp32, compute is bf16 or fp32. Not supported: activation offloading, compilation.
 
 Ranks that share micro-batches must pass the same ones. A micro-batch is planned, and takes device memory, when this rank's first
 stage needs it. The last stage computes log-probs and losses.
@@ -23,7 +22,7 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from burnish.boxes.shards import Publication, Shard, ShardSource
-from burnish.config.schema import EngineConfig, OptimConfig
+from burnish.config.schema import EngineConfig, LoraConfig, OptimConfig
 from burnish.distributed.layout import Layout, require_divisible
 from burnish.distributed.tensor_collectives import all_gather_rows
 from burnish.engines.base import Engine, LossFn, Part
@@ -63,8 +62,8 @@ class _Planned:
 class MegatronEngine(ShardedEngine):
     """A model trained with Megatron-Core; implements `burnish.engines.base.Engine`.
 
-    Without `optim` it is frozen, in the compute dtype, and has `forward`, `published` and `load(source, Part.WEIGHTS)` only. Weights are
-    undefined until loaded.
+    Without `optim` it is frozen, in the compute dtype. With `lora` an adapter is trained beside a frozen model. Weights are undefined until
+    `load(source, Part.WEIGHTS)`, and `Part.FROZEN` with an adapter.
     """
 
     def __init__(
@@ -76,6 +75,7 @@ class MegatronEngine(ShardedEngine):
         layout: Layout,
         device: torch.device,
         beside: Engine | None = None,
+        lora: LoraConfig | None = None,
     ) -> None:
         """See `Engine`."""
         layout = replace(
@@ -91,14 +91,21 @@ class MegatronEngine(ShardedEngine):
         self._owns_mesh = shared is None
         self._optimizer: MegatronOptimizer | None = None
         with megatron_called():
-            stages = build_stages(hf_config, config, self.mesh, device)
+            stages = build_stages(hf_config, config, self.mesh, device, adapted=lora is not None)
+            self._adapter = None
+            if lora is not None:
+                from burnish.engines.megatron.adapters import StageAdapters
+
+                self._adapter = StageAdapters(stages, lora, hf_config)
+            adapted = None if self._adapter is None else self._adapter.regions
+            self._merges = lora is not None and lora.publish == "merged"
             if optim is not None:
                 self._optimizer = MegatronOptimizer(
-                    stages, hf_config, config, optim, self.mesh, layout
+                    stages, hf_config, config, optim, self.mesh, layout, adapted
                 )
         trains = self._optimizer
         self._chunks = trains.chunks if trains else stages
-        self._shards = trains.shards if trains else MegatronShards(stages, hf_config, [])
+        self._shards = trains.shards if trains else MegatronShards(stages, hf_config, [], adapted)
         self._outputs = ("values",) if has_value_head(hf_config) else ("logprobs", "entropy")
         """The model's outputs per token, as fields of `TokenOutputs`."""
         scatters = config.megatron_sequence_parallel and config.tensor_parallel > 1
@@ -160,6 +167,9 @@ class MegatronEngine(ShardedEngine):
         self, batch: Batch, *, adapter: bool = True, experts: bool = False
     ) -> list[TokenOutputs]:
         """See `Engine.forward`."""
+        if self._adapter is not None and not adapter:
+            with self._adapter.off():
+                return self.forward(batch, experts=experts)
         self._require_routers(batch, record=experts)
         collected: list[TokenOutputs] = []
         recorded: list[tuple[Mapping[int, Tensor], ScoringPlan]] = []
@@ -205,6 +215,8 @@ class MegatronEngine(ShardedEngine):
         """See `Engine.shards`."""
         if what is Part.WEIGHTS:
             yield from self._shards.weights()
+        if what is Part.FROZEN:
+            yield from self._shards.frozen()
         if what is Part.TRAINING:
             trained(self._optimizer)
             yield from self._shards.slots()
@@ -212,7 +224,13 @@ class MegatronEngine(ShardedEngine):
     def published(self) -> Publication:
         """See `Engine.published`."""
         self._finish_exchanges()
-        return Publication(self._shards.model())
+        if self._adapter is None:
+            return Publication(self._shards.model())
+        weights = list(self._shards.weights())
+        if not self._merges:
+            return Publication(weights, self._shards.frozen())
+        base = list(self._shards.frozen())
+        return Publication(self._adapter.whole.merge(base, weights, self.layout))
 
     def load(self, source: ShardSource, what: Part) -> None:
         """See `Engine.load`."""
@@ -220,6 +238,8 @@ class MegatronEngine(ShardedEngine):
         if what is Part.WEIGHTS:
             with megatron_called():
                 self._shards.fill(source)
+        elif what is Part.FROZEN:
+            self._shards.fill_frozen(source)
         else:
             source.fill(self.shards(what))
 
@@ -236,7 +256,7 @@ class MegatronEngine(ShardedEngine):
         """See `Engine.close`. Also destroys groups that this engine made. Collective."""
         if self._optimizer is not None:
             self._optimizer.wait()
-        del self._chunks, self._optimizer, self._shards
+        del self._chunks, self._optimizer, self._shards, self._adapter
         if self._owns_mesh:
             self.mesh.close()
 

@@ -199,6 +199,9 @@ class PackedGPT(LanguageModule):
             hidden.register_hook(  # type: ignore[no-untyped-call]
                 lambda gradient: gradient.masked_fill(filler[:, None, None], 0)
             )
+        if torch.is_grad_enabled():
+            # Under an adapter it has no gradient. Megatron recomputes layers for inputs that have one.
+            hidden.requires_grad_()
         factor = self._traits.embedding_factor(hidden.dtype)
         return hidden if factor == 1 else hidden * factor
 
@@ -234,11 +237,27 @@ class PackedGPT(LanguageModule):
 
 
 def build_stages(
-    hf_config: PretrainedConfig, config: EngineConfig, mesh: MegatronMesh, device: torch.device
+    hf_config: PretrainedConfig,
+    config: EngineConfig,
+    mesh: MegatronMesh,
+    device: torch.device,
+    *,
+    adapted: bool = False,
 ) -> list[PackedGPT]:
-    """Build this rank's stages, in the compute dtype with undefined weights. Call inside `megatron_called`. Collective."""
+    """Build this rank's stages, in the compute dtype with undefined weights. Call inside `megatron_called`. Collective.
+
+    If they are to be `adapted`, no layer includes the norm before it, whose output the adapter reads.
+    """
     traits = model_traits(hf_config)
     modules = layer_modules(config, device)
+    if adapted:
+        own = LayerModules()
+        modules = replace(
+            modules,
+            block_norm=modules.norm,
+            column=modules.plain_column,
+            experts=own.experts,
+        )
     transformer = _transformer_config(traits, hf_config, config, modules)
     scoring = LogprobOptions(
         config.logprob_rows(traits.sizes.vocabulary), transform=logit_transform(hf_config)

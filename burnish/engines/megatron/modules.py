@@ -368,8 +368,8 @@ class GroupedExperts(MegatronModule):
         dtype = config.params_dtype
         width = config.moe_ffn_hidden_size // pg_collection.expt_tp.size()
         self.activation = config.activation_func
-        self.linear_fc1 = _GroupedLinear((experts, 2 * width, hidden), dtype)
-        self.linear_fc2 = _GroupedLinear((experts, hidden, width), dtype)
+        self.linear_fc1 = GroupedLinear((experts, 2 * width, hidden), dtype)
+        self.linear_fc2 = GroupedLinear((experts, hidden, width), dtype)
 
     def forward(self, rows: Tensor, counts: Tensor, probabilities: Tensor) -> tuple[Tensor, None]:
         """Return [R, H] of rows [R, H], sorted by expert and multiplied by the router's probabilities [R].
@@ -381,7 +381,7 @@ class GroupedExperts(MegatronModule):
         return self.linear_fc2(inner.to(rows.dtype), counts), None
 
 
-class _GroupedLinear(nn.Module):
+class GroupedLinear(nn.Module):
     """A matrix [O, I] for each expert, in one uninitialized parameter [E, O, I]."""
 
     def __init__(self, shape: tuple[int, int, int], dtype: torch.dtype) -> None:
@@ -391,7 +391,12 @@ class _GroupedLinear(nn.Module):
 
     def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
         """Return [R, O] of rows [R, I]; `counts` [E] are the rows of each expert."""
-        return _GroupedProduct.apply(rows, self.weight, counts)  # type: ignore[no-untyped-call]
+        return grouped_linear(rows, self.weight, counts)
+
+
+def grouped_linear(rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
+    """Return [R, O] of rows [R, I], sorted by expert, and weight [E, O, I]; `counts` [E] are the rows of each expert."""
+    return _GroupedProduct.apply(rows, weight, counts)  # type: ignore[no-untyped-call]
 
 
 class _GroupedProduct(torch.autograd.Function):
@@ -409,6 +414,8 @@ class _GroupedProduct(torch.autograd.Function):
         rows, weight, counts = ctx.saved_tensors
         gradient = gradient.contiguous()
         of_rows = _grouped_product(gradient, weight, counts)
+        if not ctx.needs_input_grad[1]:
+            return of_rows, None, None
         if ctx.main_grad is not None:
             _add_outer_products(ctx.main_grad, gradient, rows, counts)
             # Megatron counts the gradients that have come, so an unused one goes on, as from its own linear layers.

@@ -113,8 +113,10 @@ class Adapter:
         plain = regions(model)
         _inject(model, config)
         self._dropouts: list[TokenDropout] = []
-        self._model = model
-        self._rank = config.rank
+        self.model = model
+        """The model, with PEFT's modules."""
+        self.rank = config.rank
+        """Width of A and B."""
         self._layers = _computing_layers(model)
         self.scale = float(self._layers[0].scaling[ADAPTER_NAME])
         """s."""
@@ -132,7 +134,8 @@ class Adapter:
             if names[name][1]
         )
         """The tensors of PEFT's file. Those of tied copies are the same parameter."""
-        self._shapes = {region.name: region.shape for region in self.weights}
+        self.shapes = {region.name: region.shape for region in self.weights}
+        """By name: shapes of the tensors of PEFT's file."""
         copies = {plain: name for name, (plain, factor) in names.items() if factor == "W"}
         self._copies = tuple(
             replace(r, parameter=copies[r.parameter]) for r in plain if r.parameter in copies
@@ -187,7 +190,7 @@ class Adapter:
             change = self.changes.get(region.name)
             if change is None:
                 continue
-            width = self._model.get_parameter(region.parameter).shape[-1]
+            width = self.model.get_parameter(region.parameter).shape[-1]
             if change.transposed or change.column or region.shape[1:] != (width,):
                 raise IncompatibleError(
                     f"DoRA is not computed for {region.name}",
@@ -224,7 +227,7 @@ class Adapter:
     def _drop_inputs(self, share: float) -> None:
         from burnish.models.lora.dropout import TokenDropout
 
-        for name, layer in self._model.named_modules():
+        for name, layer in self.model.named_modules():
             if hasattr(layer, "lora_A"):
                 features = layer.lora_A[ADAPTER_NAME].in_features
                 layer.lora_dropout[ADAPTER_NAME] = TokenDropout(share, name, features)
@@ -257,29 +260,36 @@ class Adapter:
                 layer._disable_adapters = not on
             else:
                 layer.scaling[ADAPTER_NAME] = self.scale if on else 0.0
-        set_copies(self._model, on=on)
+        set_copies(self.model, on=on)
 
     def merged(self, layout: Layout) -> Iterator[Shard]:
         """Yield this rank's pieces of the checkpoint with W + s B A for W, computed when read. Collective."""
-        base = list(model_shards(self._model, parts=self.base))
+        base = list(model_shards(self.model, parts=self.base))
+        factors = [region for region in self.weights if region.name not in self.originals]
+        copies = {s.spec.name: s for s in model_shards(self.model, parts=self._copies)}
+        for piece in self.merge(base, list(model_shards(self.model, parts=factors)), layout):
+            yield copies.get(piece.spec.name, piece)
+
+    def merge(
+        self, base: Sequence[Shard], weights: Sequence[Shard], layout: Layout
+    ) -> Iterator[Shard]:
+        """Yield these pieces of the model with W + s B A for W, computed when read; `weights` are pieces of A and B. Collective."""
         factors = [self._factors_of(piece) for piece in base]
-        held = [region for region in self.weights if region.name not in self.originals]
-        have = [_by_expert(s, self._rank) for s in model_shards(self._model, parts=held)]
+        have = [_by_expert(shard, self.rank) for shard in weights]
         want = [shard for pair in factors for shard in pair]
         if self._gathering is None:
             self._gathering = Transfer(have, want, layout)
         self._gathering.run(have, want)
-        copies = {s.spec.name: s for s in model_shards(self._model, parts=self._copies)}
         for piece, pair in zip(base, factors, strict=True):
-            if pair:
-                a = pair[0].tensor
-                b = pair[1].tensor[:, :, 0]
-                if self.changes[piece.spec.name].transposed:
-                    a, b = b.T, a.T
-                magnitude = pair[2].tensor if self._has_magnitudes else None
-                yield _MergedShard(piece.spec, piece.box, piece.tensor, a, b, self.scale, magnitude)
-            else:
-                yield copies.get(piece.spec.name, piece)
+            if not pair:
+                yield piece
+                continue
+            a = pair[0].tensor
+            b = pair[1].tensor[:, :, 0]
+            if self.changes[piece.spec.name].transposed:
+                a, b = b.T, a.T
+            magnitude = pair[2].tensor if self._has_magnitudes else None
+            yield _MergedShard(piece.spec, piece.box, piece.tensor, a, b, self.scale, magnitude)
 
     def _factors_of(self, piece: Shard) -> tuple[Shard, ...]:
         """Allocate the columns of A [E r, in] and rows of B [out, r, E], and perhaps of m [out], that change a piece."""
@@ -289,10 +299,10 @@ class Adapter:
         places = list(zip(piece.box.offsets, piece.box.sizes, strict=True))
         (row, rows), (column, columns) = reversed(places) if change.transposed else places
         a, b = (factor_name(change.layer, letter) for letter in "AB")
-        rank = self._rank
-        first = change.expert * self._rank
-        of_a = TensorSpec(a, self._shapes[a], torch.float32)
-        of_b = TensorSpec(b, (self._shapes[b][0], rank, change.experts), torch.float32)
+        rank = self.rank
+        first = change.expert * self.rank
+        of_a = TensorSpec(a, self.shapes[a], torch.float32)
+        of_b = TensorSpec(b, (self.shapes[b][0], rank, change.experts), torch.float32)
         boxes = {
             of_a: Box((first, change.column + column), (rank, columns)),
             of_b: Box((change.row + row, 0, change.expert), (rows, rank, 1)),
@@ -301,22 +311,25 @@ class Adapter:
             from burnish.models.lora.dora import magnitude_name
 
             name = magnitude_name(change.layer)
-            of_m = TensorSpec(name, self._shapes[name], torch.float32)
+            of_m = TensorSpec(name, self.shapes[name], torch.float32)
             boxes[of_m] = Box((change.row + row,), (rows,))
         empty = partial(torch.empty, device=piece.tensor.device)
         return tuple(Shard(spec, box, empty(box.sizes)) for spec, box in boxes.items())
 
 
 def _by_expert(factor: Shard, rank: int) -> Shard:
-    """View B [out, r E] as [out, r, E]; leave A and m unchanged."""
+    """View B [out, r E] as [out, r, E]; leave A and m unchanged. A piece has all experts, or one column of r."""
     if ".lora_B." not in factor.spec.name:
         return factor
     out, width = factor.spec.shape
-    (row, _), (rows, _) = factor.box.offsets, factor.box.sizes
-    shape = (rank, width // rank)
+    (row, column), (rows, columns) = factor.box.offsets, factor.box.sizes
+    experts = width // rank
+    number, expert = divmod(column, experts)
+    has_all = column % experts == columns % experts == 0
+    shape = (columns // experts, experts) if has_all else (1, columns)
     return Shard(
-        TensorSpec(factor.spec.name, (out, *shape), factor.spec.dtype),
-        Box((row, 0, 0), (rows, *shape)),
+        TensorSpec(factor.spec.name, (out, rank, experts), factor.spec.dtype),
+        Box((row, number, expert), (rows, *shape)),
         factor.tensor.view(rows, *shape),
     )
 
