@@ -50,7 +50,7 @@ def imagined_peak(case: Case, layout: Layout) -> dict[str, int]:
     fresh = dict(config.model.fresh) if isinstance(config.model.fresh, dict) else {}
     hf = AutoConfig.for_model(fresh.pop("model_type"), **fresh)
     tracker = _Tracker()
-    with _accelerator() as device:
+    with imagined_accelerator() as device:
         engine = make_engine(
             hf,
             config.engine,
@@ -90,7 +90,7 @@ class _Tracker(MemTracker):  # type: ignore[no-untyped-call]
 
 
 @contextmanager
-def _accelerator() -> Iterator[torch.device]:
+def imagined_accelerator() -> Iterator[torch.device]:
     """Yield the device. In the block it uses the code for CUDA's kernels, which have versions for fake tensors."""
     if torch._C._get_privateuse1_backend_name() != NAME:
         _setup_privateuseone_for_python_backend(NAME, _Backend())
@@ -101,8 +101,10 @@ def _accelerator() -> Iterator[torch.device]:
     )
     norm = mock.patch("torch.nn.functional.rms_norm", _rms_norm)
     passes = mock.patch("burnish.models.logprobs._kernels", _kernels)
-    ampere = mock.patch("burnish.models.logprobs.is_sm80_or_newer", _is_sm80_or_newer)
-    with attention, norm, passes, ampere, _Fakes():
+    sums = mock.patch("burnish.models.packing._kernels", _kernels)
+    triton = mock.patch("burnish.models.packing.compiles_triton", _yes)
+    ampere = mock.patch("burnish.models.logprobs.is_sm80_or_newer", _yes)
+    with attention, norm, passes, sums, triton, ampere, _Fakes():
         yield torch.device(NAME, 0)
 
 
@@ -111,13 +113,13 @@ def _has_varlen_kernel(query: Tensor, value: Tensor) -> bool:
     return True
 
 
-def _is_sm80_or_newer(device: torch.device) -> bool:
+def _yes(device: torch.device) -> bool:
     """Return True."""
     return True
 
 
-def _kernels(hidden: Tensor) -> Any:
-    """Return the kernels for passes over logits."""
+def _kernels(hidden: Tensor | None = None) -> Any:
+    """Return the kernels."""
     return _Kernels
 
 
@@ -142,7 +144,7 @@ class _Norm(torch.autograd.Function):
 
 
 class _Kernels:
-    """Stand-ins for `burnish.models.kernels.triton_logprobs`, which overwrites logits."""
+    """Stand-ins for Triton's kernels. Those of `burnish.models.kernels.triton_logprobs` overwrite logits."""
 
     @staticmethod
     def softmax_sums(logits: Tensor, *_: object) -> Tensor:
@@ -150,6 +152,12 @@ class _Kernels:
 
     @staticmethod
     def write_gradients(*_: object) -> None: ...
+
+    @staticmethod
+    def add_segments(
+        values: Tensor, order: Tensor, starts: Tensor, places: Tensor, count: int
+    ) -> Tensor:
+        return values.new_empty((count, *values.shape[1:]))
 
 
 class _Nothing:

@@ -10,9 +10,13 @@ import os
 import platform
 import re
 import resource
+import shutil
 import sys
+import sysconfig
 import time
 from collections.abc import Callable
+from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -83,6 +87,21 @@ def is_sm80_or_newer(device: torch.device) -> bool:
     if device.type != "cuda" or torch.version.cuda is None:
         return False
     return torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+def compiles_triton(device: torch.device) -> bool:
+    """Return whether Triton's kernels run. Triton does not compile for devices before Ampere."""
+    return is_sm80_or_newer(device) and not missing_compiler()
+
+
+@cache
+def missing_compiler() -> str:
+    """Return what Triton lacks to compile kernels, or ""."""
+    if find_spec("triton") is None:
+        return "triton"
+    if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
+        return "C compiler"
+    return "" if Path(sysconfig.get_path("include"), "Python.h").exists() else "Python.h"
 
 
 def has_fp64(device: torch.device) -> bool:

@@ -14,20 +14,14 @@ Ranks that share the vocabulary compute m, S, D = Σ exp(z - m) (z - m) and z_y 
 
 from __future__ import annotations
 
-import os
-import shutil
-import sysconfig
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache
-from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from burnish.distributed.device import is_sm80_or_newer
+from burnish.distributed.device import compiles_triton, is_sm80_or_newer
 
 _CPU_BLOCK_BYTES = 1 << 21
 """Size of the pieces in which a CPU runs the fp32 passes over a chunk, so that they stay in its cache."""
@@ -261,22 +255,11 @@ def row_slices(count: int, size: int) -> Iterator[slice]:
 
 
 def _kernels(hidden: Tensor) -> Any:
-    # Triton does not compile for older devices.
-    if is_sm80_or_newer(hidden.device) and hidden.dtype != torch.float64 and not missing_compiler():
+    if compiles_triton(hidden.device) and hidden.dtype != torch.float64:
         from burnish.models.kernels import triton_logprobs
 
         return triton_logprobs
     return None
-
-
-@cache
-def missing_compiler() -> str:
-    """Return what Triton lacks to compile kernels, or ""."""
-    if find_spec("triton") is None:
-        return "triton"
-    if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
-        return "C compiler"
-    return "" if Path(sysconfig.get_path("include"), "Python.h").exists() else "Python.h"
 
 
 def _exact_dtype(hidden: Tensor) -> torch.dtype:

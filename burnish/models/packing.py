@@ -4,7 +4,7 @@ A hidden state depends only on the tokens up to it. So a micro-batch's sequences
 prefixes (a trie), and each node is one row. Only attention goes through every sequence.
 
 On accelerators, the backward pass of torch's `index_select` adds up a row's gradients in any order.
-`RowMap` adds to a row at most once per round, in fp32, so the sum is always the same.
+`RowMap` adds them in their own order, in fp32, so the sum is always the same.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from burnish.distributed.device import compiles_triton
 from burnish.records import to_device
 
 Indices = npt.NDArray[np.int64]
@@ -29,9 +30,14 @@ Indices = npt.NDArray[np.int64]
 _WORTHWHILE = 8
 
 
+def host_tensor(values: Indices) -> Tensor:
+    """Return numbers as a tensor of the host."""
+    return torch.from_numpy(np.ascontiguousarray(values))
+
+
 def on_device(values: Indices, device: torch.device) -> Tensor:
     """Copy numbers to a tensor."""
-    return to_device(torch.from_numpy(np.ascontiguousarray(values)), device)
+    return to_device(host_tensor(values), device)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -120,22 +126,29 @@ class RowMap:
 
     index: Tensor
     """[N] int64: result row i is source row `index[i]`."""
-    rounds: tuple[tuple[Tensor, Tensor], ...]
-    """Pairs (source rows, result rows), both [n] int64; no source row is twice in one round."""
+    rounds: tuple[tuple[Tensor, Tensor], ...] = ()
+    """Without Triton: pairs (source rows, result rows), both [n] int64; no source row is twice in one round."""
+    segments: tuple[Tensor, Tensor, Tensor] | None = None
+    """With Triton: see `burnish.models.kernels.triton_sums.add_segments`."""
 
     @classmethod
     def of(cls, index: Indices, device: torch.device) -> RowMap:
-        """Plan the backward pass's rounds on the host."""
+        """Plan the backward pass's sums for a device. The tensors stay on the host until `burnish.records.plan_on_device`."""
         order = np.argsort(index, kind="stable")
         ordered = index[order]
-        steps = np.arange(len(index))
         fresh = np.diff(ordered, prepend=-1) != 0
+        if compiles_triton(device):
+            starts = np.append(np.flatnonzero(fresh), len(index))
+            segments = order, starts, ordered[fresh]
+            by_place, ends, places = (host_tensor(each) for each in segments)
+            return cls(host_tensor(index), segments=(by_place, ends, places))
+        steps = np.arange(len(index))
         repeat = steps - np.maximum.accumulate(np.where(fresh, steps, 0))
         rounds = tuple(
-            (on_device(ordered[repeat == n], device), on_device(order[repeat == n], device))
+            (host_tensor(ordered[repeat == n]), host_tensor(order[repeat == n]))
             for n in range(int(repeat.max(initial=-1)) + 1)
         )
-        return cls(on_device(index, device), rounds)
+        return cls(host_tensor(index), rounds)
 
     def take(self, source: Tensor) -> Tensor:
         """Return `source[index]`, differentiable."""
@@ -152,6 +165,12 @@ def select_rows(
     return _SelectRows.apply(source, rows, backward_rows, zero_rows)  # type: ignore[no-untyped-call]
 
 
+def _kernels() -> Any:
+    from burnish.models.kernels import triton_sums
+
+    return triton_sums
+
+
 class _Take(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, source: Tensor, rows: RowMap) -> Tensor:
@@ -162,6 +181,9 @@ class _Take(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         upstream = gradients[0]
+        if ctx.rows.segments is not None:
+            add_segments = _kernels().add_segments
+            return add_segments(upstream, *ctx.rows.segments, ctx.shape[0]), None
         rounds = ctx.rows.rounds
         dtype = torch.float32 if len(rounds) > 1 else upstream.dtype
         # In rounds: on CUDA, index_add_ adds equal rows in any order, and a repeated step would have other bits.

@@ -21,8 +21,8 @@ from burnish.models.heads import has_value_head
 from burnish.models.kernels.attention import PackedAttention, PackedLayout
 from burnish.models.logprobs import LogitTransform, LogprobOptions, token_logprobs
 from burnish.models.meta_init import position_limit
-from burnish.models.packing import PrefixTree, RowMap, TokenSharing, on_device
-from burnish.records import TokenOutputs
+from burnish.models.packing import PrefixTree, RowMap, TokenSharing, host_tensor
+from burnish.records import TokenOutputs, plan_on_device
 
 
 class Scorer(nn.Module):
@@ -168,20 +168,22 @@ class ScoringPlan:
         starts = np.repeat(np.cumsum(lengths) - lengths, lengths)
         positions = (np.arange(len(ids)) - starts)[tree.computed]
         targets = ids[tree.computed[predicted]]
-        return cls(
-            input_ids=on_device(deal.mine(ids[tree.computed]), device),
-            positions=on_device(deal.mine(positions), device),
-            packing=attention_of_part(packing, deal),
+        plan = cls(
+            input_ids=host_tensor(deal.mine(ids[tree.computed])),
+            positions=host_tensor(deal.mine(positions)),
+            packing=packing,
             predictors=RowMap.of(deal.place(predictors[own]), device),
-            targets=on_device(targets[own], device),
-            predicted=on_device(predicted[own], device),
+            targets=host_tensor(targets[own]),
+            predicted=host_tensor(predicted[own]),
             results=RowMap.of(tree.rows[scored], device),
-            scored=on_device(scored, device),
+            scored=host_tensor(scored),
             tree=tree,
             lengths=tuple(lengths),
             deal=deal,
             passed=Passed(len(tree.computed), len(predicted), packing.lengths),
         )
+        plan = plan_on_device(plan, device)
+        return replace(plan, packing=attention_of_part(plan.packing, deal))
 
     def spread(self, values: Tensor) -> Tensor:
         """Return values [T] of all tokens, 0 if not scored, from this rank's predictions [N]. Collective if ranks share tokens."""

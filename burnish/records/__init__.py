@@ -1,6 +1,6 @@
 """Frozen records that every layer shares."""
 
-from burnish.records.batches import Batch, MicroBatch, TokenOutputs, to_device
+from burnish.records.batches import Batch, MicroBatch, TokenOutputs, plan_on_device, to_device
 from burnish.records.samples import (
     Completion,
     Example,
@@ -30,5 +30,6 @@ __all__ = [
     "StopReason",
     "TokenIds",
     "TokenOutputs",
+    "plan_on_device",
     "to_device",
 ]

@@ -5,9 +5,9 @@ Losses are sums, divided once by global counts, so they do not depend on how the
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -16,6 +16,10 @@ from torch import Tensor
 from burnish.errors import BurnishError
 from burnish.records.columns import TrainingArrays
 from burnish.records.samples import Floats
+
+Planned = TypeVar("Planned")
+# Bytes: kernels load 16 at a time.
+_ALIGNMENT = 16
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -55,12 +59,7 @@ class MicroBatch(TrainingArrays[Tensor]):
 
     def to(self, device: torch.device) -> MicroBatch:
         """Return a copy with every tensor on `device`."""
-        moved: dict[str, Any] = {
-            each.name: to_device(value, device)
-            for each in fields(self)
-            if isinstance(value := getattr(self, each.name), Tensor)
-        }
-        return replace(self, **moved)
+        return plan_on_device(self, device)
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
@@ -69,6 +68,44 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
         # A copy from memory that is not pinned waits for all work on CUDA, and for none on Ascend.
         tensor = tensor.pin_memory()
     return tensor.to(device, non_blocking=True)
+
+
+def plan_on_device(planned: Planned, device: torch.device) -> Planned:
+    """Copy a dataclass of the host, with all tensors in it, to a device. Accelerators get one copy of all."""
+    if device.type == "cpu":
+        return planned
+    tensors: list[Tensor] = []
+
+    def note(tensor: Tensor) -> Tensor:
+        tensors.append(tensor)
+        return tensor
+
+    _map_tensors(planned, note)
+    bytes_of = [each.contiguous().view(-1).view(torch.uint8) for each in tensors]
+    sizes = [-(-len(each) // _ALIGNMENT) * _ALIGNMENT for each in bytes_of]
+    host = torch.zeros(sum(sizes), dtype=torch.uint8)
+    for place, each in zip(torch.split(host, sizes), bytes_of, strict=True):
+        place[: len(each)] = each
+    pieces = iter(torch.split(to_device(host, device), sizes))
+
+    def there(tensor: Tensor) -> Tensor:
+        return next(pieces)[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+
+    found: Planned = _map_tensors(planned, there)
+    return found
+
+
+def _map_tensors(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
+    if isinstance(value, Tensor):
+        return function(value)
+    if isinstance(value, tuple) and any(isinstance(each, tuple | Tensor) for each in value):
+        return tuple(_map_tensors(each, function) for each in value)
+    if not is_dataclass(value) or isinstance(value, type):
+        return value
+    parts = {each.name: getattr(value, each.name) for each in fields(value)}
+    mapped = {name: _map_tensors(part, function) for name, part in parts.items()}
+    changed = {name: part for name, part in mapped.items() if part is not parts[name]}
+    return replace(value, **changed) if changed else value
 
 
 def _nothing() -> Tensor:

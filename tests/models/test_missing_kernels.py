@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from burnish.check import machine
-from burnish.models import logprobs
+from burnish.distributed import device as devices
 from burnish.models.kernels import missing
 
 CUDA = torch.device("cuda", 0)
@@ -23,20 +23,20 @@ def found(monkeypatch):
 
         monkeypatch.setattr(missing, "is_sm80_or_newer", lambda device: capability >= (8, 0))
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-        for module in (missing, logprobs):
+        for module in (missing, devices):
             monkeypatch.setattr(module, "find_spec", find)
-        logprobs.missing_compiler.cache_clear()
+        devices.missing_compiler.cache_clear()
         try:
             return list(missing.missing_kernels(CUDA))
         finally:
-            logprobs.missing_compiler.cache_clear()
+            devices.missing_compiler.cache_clear()
 
     return look
 
 
 def test_a_machine_with_everything_lacks_nothing(found, monkeypatch):
     monkeypatch.setenv("CC", "cc")
-    monkeypatch.setattr(logprobs.Path, "exists", lambda path: True)
+    monkeypatch.setattr(devices.Path, "exists", lambda path: True)
     assert found(ALL) == []
     assert found(ALL - {"flash_attn_interface"}, (8, 0)) == []  # FlashAttention 3 is for Hopper
 
@@ -44,10 +44,10 @@ def test_a_machine_with_everything_lacks_nothing(found, monkeypatch):
 def test_each_lack_is_named_with_its_command(found, monkeypatch):
     assert len(found(set())) == 3
     monkeypatch.setenv("CC", "cc")
-    monkeypatch.setattr(logprobs.Path, "exists", lambda path: False)
+    monkeypatch.setattr(devices.Path, "exists", lambda path: False)
     assert ["python3-dev" in lack.do for lack in found(ALL)] == [True]
     monkeypatch.delenv("CC")
-    monkeypatch.setattr(logprobs.shutil, "which", lambda name: None)
+    monkeypatch.setattr(devices.shutil, "which", lambda name: None)
     assert ["gcc" in lack.do for lack in found(ALL)] == [True]
     assert found(set(), (7, 5)) == []  # no kernel of these runs there
 

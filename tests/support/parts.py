@@ -31,7 +31,12 @@ PARTS = {
     "kills": ("faults", "launch"),
     "gpu": ("gpu",),
     "trackers": ("tracking/test_otlp.py", "tracking/test_services.py"),
-    "vllm": ("rollout/test_vllm.py", "methods/test_served_vllm.py", "gpu/test_vllm.py"),
+    "vllm": (
+        "rollout/test_vllm.py",
+        "methods/test_served_vllm.py",
+        "gpu/test_vllm.py",
+        "models/test_triton.py",
+    ),
     "ray": ("launch/test_ray.py",),
     "smollm": ("test_real_model.py",),
     "environments": ("environments", "sandbox", "algorithms/test_trl_losses.py"),

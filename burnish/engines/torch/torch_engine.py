@@ -100,7 +100,7 @@ class TorchEngine(ShardedEngine):
             around = offload.around
         self._regions = () if self._adapter else regions(model)
         self._cuts = parallelize(self._scorer, config, self.mesh, around)
-        self._allocate()
+        materialize(self._scorer, device)
         if self._adapter is not None:
             self._adapter.cut(self._cuts)
             self._regions = self._adapter.weights
@@ -112,14 +112,6 @@ class TorchEngine(ShardedEngine):
         if optim is not None:
             arena = self.arena if config.optimizer_offload else None
             self._optimizer = ShardedOptimizer(model, self._regions, optim, layout, arena)
-
-    def _allocate(self) -> None:
-        if self._config.parameter_offload:
-            from burnish.engines.torch.parameter_offload import materialize_on_host
-
-            materialize_on_host(self._scorer, self._device)
-        else:
-            materialize(self._scorer, self._device)
 
     @staticmethod
     def require_fitting(hf_config: PretrainedConfig, config: EngineConfig) -> None:

@@ -25,7 +25,7 @@ from transformers import AttentionInterface
 from burnish.distributed.device import is_sm80_or_newer, uncompiled
 from burnish.errors import IncompatibleError
 from burnish.models.kernels.scores import cap, weigh
-from burnish.models.packing import Indices, PrefixTree, RowMap, on_device, select_rows
+from burnish.models.packing import Indices, PrefixTree, RowMap, host_tensor, on_device, select_rows
 from burnish.records import to_device
 
 IMPLEMENTATION = "burnish_packed"
@@ -140,10 +140,10 @@ class _SharedRows:
 
     @classmethod
     def of(cls, sources: Indices, device: torch.device) -> _SharedRows:
-        """Plan from `sources` [A], the computed row of each sequence row."""
+        """Plan from `sources` [A], the computed row of each sequence row. See `RowMap.of`."""
         _, first = np.unique(sources, return_index=True)
         others = np.setdiff1d(np.arange(len(sources)), first)
-        return cls(RowMap.of(sources, device), on_device(first, device), on_device(others, device))
+        return cls(RowMap.of(sources, device), host_tensor(first), host_tensor(others))
 
     def spread(self, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
         """Return the rows of whole sequences. Gradients of keys and values add up."""
@@ -178,11 +178,12 @@ class PackedLayout:
     def of_tree(
         cls, tree: PrefixTree, lengths: Sequence[int], device: torch.device
     ) -> PackedLayout:
-        """Lay out sequences that share rows. Only leaves of the tree go through attention."""
+        """Lay out sequences that share rows. Only leaves of the tree go through attention. See `RowMap.of`."""
+        host = torch.device("cpu")
         if len(tree.computed) == len(tree.rows):
-            return cls.of(lengths, device)
+            return cls.of(lengths, host)
         sequences = np.split(tree.rows, np.cumsum(lengths)[:-1])
-        layout = cls.of([lengths[leaf] for leaf in tree.leaves], device)
+        layout = cls.of([lengths[leaf] for leaf in tree.leaves], host)
         sources = np.concatenate([sequences[leaf] for leaf in tree.leaves])
         return replace(layout, shared=_SharedRows.of(sources, device))
 

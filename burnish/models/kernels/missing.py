@@ -8,9 +8,8 @@ from typing import NamedTuple
 
 import torch
 
-from burnish.distributed.device import is_sm80_or_newer
+from burnish.distributed.device import is_sm80_or_newer, missing_compiler
 from burnish.errors import install
-from burnish.models.logprobs import missing_compiler
 
 
 class MissingKernels(NamedTuple):

@@ -1,0 +1,150 @@
+"""Triton's kernels without a GPU: in its interpreter beside the definition, and compiled for four architectures.
+
+The interpreter has to be chosen before Triton is imported, so this file is also a program.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+
+pytestmark = [
+    pytest.mark.nightly,
+    pytest.mark.skipif(not find_spec("triton"), reason="Triton is not installed"),
+]
+ARCHITECTURES = (80, 90, 100, 120)
+MOST_REGISTERS = 64
+
+
+@pytest.mark.parametrize("kernel", ["logprobs", "sums"])
+def test_they_are_right_in_the_interpreter(kernel):
+    env = {**os.environ, "TRITON_INTERPRET": "1"}
+    subprocess.run([sys.executable, __file__, kernel], env=env, check=True)
+
+
+def definition(logits, columns, scale, bound):
+    z = logits * scale if bound is None else bound * torch.tanh(scale * logits)
+    logp = z.log_softmax(dim=-1)
+    return logp.gather(1, columns[:, None])[:, 0], -(logp.exp() * logp).sum(-1)
+
+
+def interpret_logprobs():
+    from burnish.models.kernels.triton_logprobs import softmax_sums, write_gradients
+
+    torch.manual_seed(0)
+    columns, upstream = torch.tensor([0, 9_000, 4, 8_191, 8_192]), torch.randn(2, 5)
+    for bound in (None, 3.0):
+        for uses_entropy in (True, False):
+            logits = (4 * torch.randn(5, 9_001)).requires_grad_()
+            logprobs, entropy = definition(logits, columns, 0.5, bound)
+            sums = softmax_sums(logits.detach(), columns, 0.5, bound)
+            top, total, dot, chosen = sums
+            torch.testing.assert_close(chosen - total.log(), logprobs.detach())
+            torch.testing.assert_close(total.log() - dot / total, entropy.detach())
+            absent = softmax_sums(logits.detach(), torch.full((5,), -1), 0.5, bound)
+            assert torch.equal(absent[:3], sums[:3])
+            assert (absent[3] == -torch.inf).all()
+            (logprobs @ upstream[0] + uses_entropy * (entropy @ upstream[1])).backward()
+            written, factor = logits.detach().clone(), 0.5 * (bound or 1)
+            known = [total.log() + top, factor * upstream[0]]
+            known += [entropy.detach(), factor * upstream[1]] if uses_entropy else []
+            write_gradients(written, columns, torch.stack(known), 0.5, bound)
+            torch.testing.assert_close(written, logits.grad, rtol=1e-4, atol=1e-7)
+
+
+def interpret_sums():
+    """Segments have the bits of the rounds in which other devices add."""
+    from burnish.models.kernels.triton_sums import add_segments
+    from burnish.models.packing import RowMap
+
+    torch.manual_seed(0)
+    cpu = torch.device("cpu")
+    for dtype in (torch.float32, torch.bfloat16):
+        for rows, shape in ((7, (3, 700)), (40, (1,)), (5, ()), (1, (2048,))):
+            for index in (torch.randint(rows, (60,)), torch.arange(rows), torch.tensor([2 % rows])):
+                source = torch.randn(rows, *shape).to(dtype).requires_grad_()
+                upstream = torch.randn(len(index), *shape).to(dtype)
+                RowMap.of(index.numpy(), cpu).take(source).backward(upstream)
+                order = index.argsort(stable=True)
+                places, counts = index.unique(return_counts=True)
+                starts = torch.cat([torch.zeros(1, dtype=torch.int64), counts.cumsum(0)])
+                found = add_segments(upstream, order, starts, places, rows)
+                # The interpreter rounds to bf16 towards 0, and compiled kernels to the nearest.
+                bound = 2**-7 if dtype == torch.bfloat16 else 0
+                torch.testing.assert_close(found, source.grad, rtol=bound, atol=0)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("element", ["bf16", "fp32"])
+def test_they_compile_to_few_registers_and_wide_loads(architecture, element, tmp_path):
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from burnish.models.kernels import triton_logprobs, triton_sums
+
+    values, indices, sums = f"*{element}", "*i64", "*fp32"
+    numbers = {"rows": "i32", "scale": "fp32", "bound": "fp32"}
+    wide = {"words": 151_936, "block": triton_logprobs._BLOCK}
+    options = {"num_warps": triton_logprobs._WARPS, "enable_fp_fusion": True}
+    kernels = [
+        (
+            triton_logprobs._sums_kernel,
+            {"logits": values, "columns": indices, "sums": sums, **numbers},
+            {**wide, "capped": True},
+            options,
+        ),
+        (
+            triton_logprobs._gradient_kernel,
+            {"logits": values, "columns": indices, "known": sums, **numbers},
+            {**wide, "capped": True, "uses_entropy": True},
+            options,
+        ),
+        (
+            triton_sums._sums_kernel,
+            {
+                "values": values,
+                **dict.fromkeys(("order", "starts", "places"), indices),
+                "sums": values,
+                "width": "i32",
+            },
+            {"block": triton_sums._BLOCK},
+            {"enable_fp_fusion": True},
+        ),
+    ]
+    for kernel, signature, constants, how in kernels:
+        names = kernel.arg_names
+        types = {name: signature.get(name, "constexpr") for name in names}
+        aligned = {
+            (place,): [["tt.divisibility", 16]]
+            for place, name in enumerate(names)
+            if types[name].startswith("*") or name == "width"
+        }
+        source = ASTSource(kernel, types, constants, aligned)
+        compiled = triton.compile(source, GPUTarget("cuda", architecture, 32), options=how)
+        file = tmp_path / "kernel.cubin"
+        file.write_bytes(compiled.asm["cubin"])
+        used = subprocess.run(
+            [cuobjdump(), "--dump-resource-usage", file], capture_output=True, text=True, check=True
+        ).stdout
+        [registers] = map(int, re.findall(r"REG:(\d+)", used))
+        assert registers <= MOST_REGISTERS
+        assert re.findall(r"STACK:(\d+)", used) == ["0"]
+        assert re.search(r"ld\.global\S*\.v[248]\.", compiled.asm["ptx"])
+
+
+def cuobjdump():
+    import triton
+
+    return Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+
+
+if __name__ == "__main__":
+    {"logprobs": interpret_logprobs, "sums": interpret_sums}[sys.argv[1]]()
