@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     SelectiveCheckpointContext,
@@ -106,11 +106,6 @@ def parallelize(
 
         compile_layers(scorer.model, layers)
     weights = mesh.weights if config.replicas > 1 else mesh.weights["shard"]
-    offload = OffloadPolicy()
-    if config.parameter_offload:
-        from burnish.engines.torch.parameter_offload import host_policy
-
-        offload = host_policy(weights.device_type)
     parts = mesh.weights["shard"].size()
     policy = MixedPrecisionPolicy(
         param_dtype=None if config.precision == "fp32" else compute_dtype(config),
@@ -123,16 +118,9 @@ def parallelize(
             mesh=weights,
             mp_policy=policy,
             reshard_after_forward=config.reshard_after_forward and parts > 1,
-            offload_policy=offload,
         )
     # The backward pass begins with the head, so its weights stay gathered.
-    fully_shard(
-        scorer,
-        mesh=weights,
-        mp_policy=policy,
-        reshard_after_forward=False,
-        offload_policy=offload,
-    )
+    fully_shard(scorer, mesh=weights, mp_policy=policy, reshard_after_forward=False)
     if weights.size() > 1:  # the mean over one rank is its sum, without a division
         for module in scorer.modules():
             if isinstance(module, FSDPModule):
@@ -163,13 +151,14 @@ def global_norm(
     is_first = tensor is None or tensor.rank() == 0
     named = gradients.items()
     counted = [each for name, each in named if each.numel() and (is_first or name in cuts)]
-    if not counted or counted[0].is_cpu:
+    if device.type == "cpu" or not counted:
         # This makes no copy. It goes by rows, since the norm of a whole matrix at once is less exact.
         rows = [torch.linalg.vector_norm(each, dim=-1, dtype=torch.float32) for each in counted]
         squares = [norms.square_().sum() for norms in rows]
     else:
-        squares = [norm.square() for norm in torch._foreach_norm(counted, 2, torch.float32)]
-    total = torch.stack(squares).sum().to(device) if squares else torch.zeros((), device=device)
+        norms = torch.stack(torch._foreach_norm(counted, 2, torch.float32))
+        squares = [norms.square_().sum()]
+    total = torch.stack(squares).sum() if squares else torch.zeros((), device=device)
     for group in (shard, tensor):
         if group is not None and group.size() > 1:
             dist.all_reduce(total, group=group)

@@ -1,0 +1,21 @@
+"""What a training step asks of an accelerator, counted on a simulated one (`bench.counting`)."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from bench.counting import MOST
+
+
+@pytest.mark.nightly
+def test_micro_batches_launch_few_kernels_and_copy_and_wait_rarely():
+    command = [sys.executable, "-m", "bench.counting", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    for method, counts in json.loads(done.stdout.splitlines()[-1]).items():
+        pairs = zip(counts["kernels"], MOST[method], strict=True)
+        assert all(kernels <= most for kernels, most in pairs), counts
+        assert counts["copies"] <= 3
+        # Which tokens have a gradient is read, because the head works only for them.
+        assert counts["reads"] <= 1
