@@ -64,7 +64,6 @@ OPTIONS = (
     "burnish.engines.optim.muon",
     "burnish.engines.torch.activation_offload",
     "burnish.engines.torch.compilation",
-    "burnish.engines.torch.parameter_offload",
     "burnish.engines.torch.tensor_parallel",
     "burnish.files.backends",
     "burnish.files.hub_files",
