@@ -85,13 +85,6 @@ def _of_examples(config: RunConfig) -> Iterator[BurnishError]:
             want="topk or all",
             do="set distill.tokens=all, or start burnish rl, where the student answers",
         )
-    if any(teacher.source is not None for teacher in distill.teachers):
-        yield UsageError(
-            "teachers by source need completions that the student draws",
-            have="distill.teachers[].source",
-            want="one teacher without source",
-            do="remove source, or start burnish rl",
-        )
     if any(teacher.prompt_column is not None for teacher in distill.teachers):
         yield UsageError(
             "a teacher with a prompt of its own needs completions that the student draws",

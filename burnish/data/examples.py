@@ -141,9 +141,14 @@ class ExampleDataset(AnswerRows[Example]):
 
     def make(self, indices: Sequence[int]) -> list[Example]:
         """Return rows' examples."""
-        encoded = self._encode(indices, [self.rows[index] for index in indices])
+        rows = [self.rows[index] for index in indices]
+        encoded = self._encode(indices, rows)
         self._warn_streamed()
-        return [Example(token_ids=i, loss_mask=m, weights=w) for i, m, w in encoded]
+        sources = [str(row.get("data_source") or "") for row in rows]
+        return [
+            Example(token_ids=ids, loss_mask=mask, weights=weights, source=source)
+            for source, (ids, mask, weights) in zip(sources, encoded, strict=True)
+        ]
 
     def _encode(
         self, indices: Sequence[int], rows: list[Row]

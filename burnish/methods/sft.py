@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,8 @@ from burnish.methods.offline import OfflineMethod
 
 if TYPE_CHECKING:
     from burnish.data.examples import ExampleDataset
+    from burnish.data.tasks import ItemSequence
+    from burnish.distributed.layout import Layout
     from burnish.engines.base import LossFn
     from burnish.methods.parts.offline_training import Models
     from burnish.plan.model import Workload
@@ -142,11 +145,23 @@ class SFT(OfflineMethod):
             return vocabulary_distillation(loss, weight, 1 - weight, "token_mean", 1)
         return loss
 
+    def batch(
+        self, dataset: ItemSequence[Any], rows: Sequence[int], models: Foundation, layout: Layout
+    ) -> Batch:
+        """See `OfflineMethod.batch`. Teachers divide its examples by source."""
+        from burnish.methods.parts.offline_training import batch_of
+
+        if not models.config.distill.teachers:
+            return super().batch(dataset, rows, models, layout)
+        items = dataset.items(rows)
+        return replace(batch_of(items, models, layout), sources=[each.source for each in items])
+
     def prepare(self, models: Models, batch: Batch) -> tuple[Batch, Stats]:
         """See `OfflineMethod.prepare`."""
         batch, stats = super().prepare(models, batch)
         if models.teachers is not None:
-            batch = models.teachers.taught(batch, lambda number: 0)
+            teachers = models.teachers.of_sources(batch.sources)
+            batch = models.teachers.taught(batch, teachers.__getitem__)
         elif self.settings(models.foundation.config).label_smoothing:
             from burnish.models.divergence import DivergenceProbe, UniformReference
 

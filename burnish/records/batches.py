@@ -150,6 +150,8 @@ class Batch:
     """Sum over rounds of the costliest rank's estimated time, over the mean of the ranks' sums; 1: no rank waits."""
     seed: int = 0
     """The run's seed, from which dropout follows in a training pass."""
+    sources: Sequence[str] = ()
+    """By index in the global example list, an example's source, if a step needs it."""
     beside: Batch | None = None
     """Sequences that a step reads without training on them, such as KTO's mismatched answers."""
 

@@ -294,6 +294,8 @@ class Example(TrainingArrays[npt.NDArray[Any]]):
     """The whole sequence, prompt and completion."""
     loss_mask: Mask
     """True where the token's prediction is trained on."""
+    source: str = ""
+    """The row's `data_source`, if it has one."""
 
 
 def digest_of(token_ids: TokenIds) -> bytes:

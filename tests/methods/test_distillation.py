@@ -6,7 +6,7 @@ import json
 import shutil
 import signal
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -421,23 +421,33 @@ def compared_by_torch(
     k: int | None,
     steps: int,
     temperature: float = 1.0,
+    names: Sequence[str | None] = (),
 ) -> tuple[dict[str, torch.Tensor], list[float]]:
-    """The weights and divergences of a student that is compared with the teacher on whole logits; 8 rows are a step."""
+    """The weights and divergences of a student that is compared with teachers on whole logits; 8 rows are a step.
+
+    `names`: of each row, whether "teacher" or "student", as it was before, teaches it. Nothing: the first teaches all.
+    """
     start = work / "runs/start/checkpoints/step-00000001/model"
-    student, teacher = (
+    student, teacher, before = (
         AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-        for path in (start, work / "teacher")
+        for path in (start, work / "teacher", start)
     )
+    teachers = {"teacher": teacher, "student": before}
     ids = char_tokenizer().get_vocab()
     optimizer = torch.optim.AdamW(student.parameters(), lr=0.01, weight_decay=0.0)
     found = []
     for step in range(steps):
         values = []
-        for prompt, answer in rows[8 * step : 8 * step + 8]:
+        for number in range(8 * step, 8 * step + 8):
+            prompt, answer = rows[number]
+            name = names[number] if names else "teacher"
+            if name is None:
+                values.append(torch.zeros(len(answer)))
+                continue
             whole = torch.tensor([[*(ids[letter] for letter in prompt), *answer]])
             places = slice(len(prompt) - 1, -1)
             with torch.no_grad():
-                logq = log_softmax(teacher(whole).logits[0, places] / temperature, dim=-1)
+                logq = log_softmax(teachers[name](whole).logits[0, places] / temperature, dim=-1)
             logp = log_softmax(student(whole).logits[0, places] / temperature, dim=-1)
             values.append(by_formula(logp, logq, mix, k))
         divergence = torch.cat(values).mean()
@@ -501,6 +511,27 @@ def test_fixed_answers_are_compared_at_all_tokens(work: Path, name: str) -> None
 
 
 @pytest.mark.nightly
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_fixed_answers_have_the_teachers_of_their_sources(work: Path, layout: str) -> None:
+    lines = [json.loads(line) for line in (work / "train.jsonl").read_text().splitlines()]
+    rows = [{**row, "data_source": "abc"[number % 3]} for number, row in enumerate(lines)]
+    write_rows(work / f"by-source-{layout}.jsonl", rows)
+    teachers = "distill.teachers=[{path: initial, source: b}, {path: teacher, source: a}]"
+    argv = [*fixed("top"), teachers, f"data.train=[by-source-{layout}.jsonl]"]
+    run = done(work, *argv, f"name=by-source-{layout}", *LAYOUTS[layout], world=2)
+    tokenizer = char_tokenizer()
+    answers = [
+        (row["prompt"], [*tokenizer.encode(row["completion"]), tokenizer.eos_token_id])
+        for row in rows
+    ]
+    names = [{"a": "teacher", "b": "student"}.get(row["data_source"]) for row in rows]
+    wanted, values = compared_by_torch(work, answers, 1.0, 5, STEPS, names=names)
+    found = [row["train/divergence"] for row in metrics(run)]
+    np.testing.assert_allclose(found, values, rtol=5e-4)
+    near(load_model(run), wanted, 5e-4)
+
+
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", ["whole", "top"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_two_processes_compare_what_one_does(work: Path, name: str, layout: str) -> None:
@@ -547,7 +578,6 @@ def test_the_likelihood_has_the_rest_of_the_loss(work: Path) -> None:
     [
         (["distill.tokens=sampled"], ["distill.tokens", "burnish rl"]),
         (["distill.weight=2"], ["distill.weight"]),
-        (["distill.teachers=[{path: teacher, source: a}]"], ["source"]),
         (["distill.teachers=[{path: teacher, source: a}, {path: initial}]"], ["topk"]),
         (["engine.kind=megatron"], ["megatron", "distill.tokens"]),
         (["distill.teachers=[{path: initial, prompt_column: prompt}]"], ["prompt_column"]),

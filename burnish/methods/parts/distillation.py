@@ -91,10 +91,14 @@ class Teachers:
     prompts: Sequence[Prompts]
     """What each teacher is asked."""
 
+    def of_sources(self, sources: Sequence[str]) -> list[int | None]:
+        """Return the number of each source's teacher; None for a source without one."""
+        places = {each.source: number for number, each in enumerate(self.config.teachers)}
+        return [places.get(source, places.get(None)) for source in sources]
+
     def answered(self, batches: Sequence[Batch], table: RolloutTable) -> list[Batch]:
         """Add to rollouts what the teachers of their rows say. Collective."""
-        places = {each.source: number for number, each in enumerate(self.config.teachers)}
-        by_group = [places.get(source, places.get(None)) for source in table.sources]
+        by_group = self.of_sources(table.sources)
         lengths = table.prompts["length"].tolist()
         rows = table.prompts["index"].tolist()
         by_group = [
