@@ -58,6 +58,8 @@ IN_LAYER = {
     "self_attention.linear_proj.weight": ("columns", "self_attn.o_proj.weight"),
     "self_attention.linear_proj.bias": ("whole", "self_attn.o_proj.bias"),
     "self_attn_bda.norm.weight": ("whole", "{norms[1]}.weight"),
+    "self_attention.linear_proj.post_layernorm.weight": ("whole", "{norms[1]}.weight"),
+    "post_self_attn_layernorm.weight": ("whole", "{norms[1]}.weight"),
     "pre_mlp_layernorm.weight": ("whole", "{norms[2]}.weight"),
     "mlp.linear_fc1.layer_norm_weight": ("whole", "{norms[2]}.weight"),
     "mlp.linear_fc1.weight": ("gated", "mlp.{part}.weight"),
@@ -70,10 +72,12 @@ IN_LAYER = {
     "mlp.shared_experts.linear_fc2.weight": ("columns", "mlp.{shared}.{part}.weight"),
     "mlp.shared_experts.gate_weight": ("whole", "mlp.{shared}_gate.weight"),
     "mlp_bda.norm.weight": ("whole", "{norms[3]}.weight"),
+    "mlp.linear_fc2.post_layernorm.weight": ("whole", "{norms[3]}.weight"),
+    "post_mlp_layernorm.weight": ("whole", "{norms[3]}.weight"),
 }
 """A layer's parameters except experts: how tensor ranks cut each, and the checkpoint tensors in it.
 
-A norm that is fused with the matrix behind it is named after the matrix. An expert's matrices are cut like those of a dense MLP.
+A norm that is fused with the matrix behind it is named after the matrix. Megatron-Bridge has two names for norms behind a block. An expert's matrices are cut like those of a dense MLP.
 """
 OUTSIDE_LAYERS = {
     "embedding.word_embeddings.weight": ("vocabulary", "model.embed_tokens.weight"),

@@ -3,7 +3,7 @@
 Megatron's `torch_dist` is DCP with a metadata.json. Parameters are uncut but possibly stacked: one tensor for all layers, or for a
 layer's experts. Other savers number layers and experts, and separate gate and up, as `weight_w` and `weight_v`.
 
-Left out: optimizer states, LoRA adapters, and Megatron's models unknown to `burnish.models.megatron_names`. Norms saved minus one
+Left out: optimizer states, LoRA adapters, layers for multi-token prediction, and Megatron's models unknown to `burnish.models.megatron_names`. Norms saved minus one
 (`apply_layernorm_1p`) are not detected.
 """
 
@@ -256,7 +256,7 @@ def _is_whole(
 ) -> bool:
     """Return whether the parameter consists of whole tensors of the model, and padding."""
     name, shape, _ = spec
-    is_vector = "norm" in name or name.endswith(".bias")
+    is_vector = "norm" in name or name.endswith("bias")
     if len(shape) != (1 if is_vector else 2):
         return False
     regions = regions_of(name, shape, sizes, MegatronSlot(), MegatronSlot())

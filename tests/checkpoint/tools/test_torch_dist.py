@@ -35,6 +35,9 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen3_moe": {},
     "qwen2": {},
     "mixtral": {"sliding_window": None},
+    "gemma2": {},
+    "glm4_moe": {},
+    "deepseek_v3": {},
 }
 SAVED: dict[str, tuple[str, int, dict[str, Any], dict[str, Any] | None]] = {
     "numbered layers, stacked experts": ("qwen3_moe", 1, {}, None),
@@ -49,6 +52,15 @@ SAVED: dict[str, tuple[str, int, dict[str, Any], dict[str, Any] | None]] = {
         None,
     ),
     "two stages": ("qwen2", 2, {"pipeline_parallel": 2}, None),
+    "norms behind blocks": ("gemma2", 2, {"tensor_parallel": 2}, None),
+    "norms behind blocks, fused ones before": (
+        "gemma2",
+        1,
+        {"layers": "transformer_engine"},
+        None,
+    ),
+    "routers by sigmoid, shared experts": ("glm4_moe", 2, {"expert_parallel": 2}, None),
+    "latent attention": ("deepseek_v3", 2, {"tensor_parallel": 2}, None),
 }
 """Models, processes, settings, and what Megatron is told of how to save."""
 
@@ -72,6 +84,7 @@ def save_rank(
                 use_megatron_experts(chunk)
                 state |= chunk.sharded_state_dict(metadata=metadata)
                 state |= like_moments(chunk.sharded_state_dict(metadata=metadata))
+            name_as_bridge(state)
             dist_checkpointing.save(state, str(target))
         engine.close()
 
@@ -96,6 +109,20 @@ def use_megatron_experts(chunk: Any) -> None:
             for expert, matrix in zip(theirs.local_experts, matrices, strict=True):
                 getattr(expert, name).weight.data.copy_(matrix)
         layer.mlp.experts = theirs
+
+
+BRIDGE = {
+    "self_attn_bda.norm": "self_attention.linear_proj.post_layernorm",
+    "mlp_bda.norm": "mlp.linear_fc2.post_layernorm",
+}
+"""Megatron-Bridge's names for norms behind blocks, by ours."""
+
+
+def name_as_bridge(state: dict[str, Any]) -> None:
+    for saved in state.values():
+        for ours, theirs in BRIDGE.items():
+            if ours in getattr(saved, "key", ""):
+                saved.key = saved.key.replace(ours, theirs)
 
 
 def like_moments(state: dict[str, Any]) -> dict[str, Any]:
