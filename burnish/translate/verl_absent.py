@@ -48,7 +48,10 @@ _PATTERNS = (
         r".*\.(turbo_config|impl_cfg)\.|.*\.(veomni|torchtitan)\.(?!optimizer_offload|param_offload|ulysses|router)",
         _OTHER_ENGINE,
     ),
-    (r".*override_\w+_config\.recompute_(?!granularity)", "each decoder layer is recomputed"),
+    (
+        r".*override_\w+_config\.recompute_(?!granularity|modules)",
+        "each decoder layer is recomputed",
+    ),
     (r".*\.moe_z_loss_coeff$", "routers have no z loss"),
     (r".*\.dsa_indexer_\w*loss", "this loss is not implemented"),
     (
@@ -63,7 +66,7 @@ _PATTERNS = (
     ),
     (r".*\.(fp8|fp8_recipe)$", "weights are trained in engine.precision"),
     (
-        r".*override_transformer_config\.(?!\w*(coeff|eps|parallel_size|sequence_parallel|granularity)$)|.*override_ddp_config\.",
+        r".*override_transformer_config\.(?!\w*(coeff|eps|parallel_size|sequence_parallel|granularity|parallel_layout|permute_fusion|recompute_modules)$)|.*override_ddp_config\.(?!overlap_(grad_reduce|param_gather)$)",
         _KERNELS,
     ),
     (

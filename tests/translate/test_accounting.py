@@ -202,6 +202,21 @@ def test_all_names_that_scripts_of_verl_give_are_in_one_list() -> None:
             "model_engine=megatron actor_rollout_ref.ref.megatron.pipeline_model_parallel_size=4",
             {"engine": {"kind": "megatron"}},
         ),
+        (
+            "model_engine=megatron actor.megatron.override_ddp_config.overlap_grad_reduce=false"
+            " actor.megatron.override_transformer_config.recompute_granularity=selective"
+            " actor.megatron.override_transformer_config.recompute_modules=[core_attn,mlp]",
+            {
+                "engine": {
+                    "kind": "megatron",
+                    "activation_checkpointing": "selective",
+                    "megatron": {
+                        "overlap_grad_reduce": False,
+                        "recompute_modules": ["core_attn", "mlp"],
+                    },
+                }
+            },
+        ),
     ],
 )
 def test_what_several_arguments_of_verl_mean(words: str, settings: dict[str, Any]) -> None:
