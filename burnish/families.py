@@ -72,6 +72,10 @@ class Family:
     """The router's softmax is over the logits of the chosen experts."""
     experts_module: str = "mlp"
     """Name of the part of a layer that holds router and experts, in the checkpoint."""
+    router_module: str = "gate"
+    """Name of the router in that part."""
+    stacks_experts: bool = False
+    """The checkpoint has a layer's experts in tensors [experts, in, out] with biases; gate and up take turns along `out`."""
     shared_expert: str = ""
     """Name of the expert that every token goes to; empty: there is none."""
     projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
@@ -154,12 +158,21 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "olmo2": Family(block_norms=_NORMS_BEHIND, norm_in_fp32=True, query_norms="full"),
     "olmo3": _undescribed(block_norms=_NORMS_BEHIND, norm_in_fp32=True, query_norms="full"),
+    "flex_olmo": _undescribed(block_norms=_NORMS_BEHIND, query_norms="full", has_router=True),
     "olmoe": _undescribed(query_norms="full", has_router=True),
     "qwen2_moe": _undescribed(has_router=True, shared_expert="shared_expert"),
     **dict.fromkeys(("cwm", "granite", "ministral", "seed_oss", "smollm3"), _undescribed()),
     "exaone4": _undescribed(block_norms=_NORMS_BEHIND, query_norms="head", rotates_in_windows=True),
     "hunyuan_v1_dense": _undescribed(
         query_norms="head", query_norm_names=_LONG_NAMES, norms_rotated=True
+    ),
+    "hunyuan_v1_moe": _undescribed(
+        query_norms="head",
+        query_norm_names=_LONG_NAMES,
+        norms_rotated=True,
+        has_router=True,
+        router_module="gate.wg",
+        shared_expert="shared_mlp",
     ),
     **dict.fromkeys(("ernie4_5", "helium"), _undescribed(rotates_neighbours=True)),
     "glm": _undescribed(rotates_neighbours=True, projections=_FUSED_MLP),
@@ -189,7 +202,9 @@ FAMILIES: Mapping[str, Family] = {
         query_norm_names=_LATENT_NORMS,
         shared_expert="shared_experts",
     ),
-    "gpt_oss": _on_torch(has_router=True, softmax_of_chosen=True),
+    "gpt_oss": _undescribed(
+        has_router=True, softmax_of_chosen=True, router_module="router", stacks_experts=True
+    ),
     "qwen3_next": _on_torch(has_router=True),
     "qwen3_5_moe_text": _on_torch(has_router=True),
     "gemma3n_text": _on_torch(reads_directly=("correction_coefs",)),

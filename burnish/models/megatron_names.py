@@ -55,6 +55,7 @@ IN_LAYER = {
         "whole",
         "self_attn.kv_a_layernorm.weight",
     ),
+    "self_attention.core_attention.softmax_offset": ("rows", "self_attn.sinks"),
     "self_attention.linear_proj.weight": ("columns", "self_attn.o_proj.weight"),
     "self_attention.linear_proj.bias": ("whole", "self_attn.o_proj.bias"),
     "self_attn_bda.norm.weight": ("whole", "{norms[1]}.weight"),
@@ -66,7 +67,8 @@ IN_LAYER = {
     "mlp.linear_fc1.bias": ("gated", "mlp.{part}.bias"),
     "mlp.linear_fc2.weight": ("columns", "mlp.{part}.weight"),
     "mlp.linear_fc2.bias": ("whole", "mlp.{part}.bias"),
-    "mlp.router.weight": ("whole", "mlp.gate.weight"),
+    "mlp.router.weight": ("whole", "mlp.{router}.weight"),
+    "mlp.router.bias": ("whole", "mlp.{router}.bias"),
     "mlp.router.expert_bias": ("whole", "mlp.{bias}"),
     "mlp.shared_experts.linear_fc1.weight": ("gated", "mlp.{shared}.{part}.weight"),
     "mlp.shared_experts.linear_fc2.weight": ("columns", "mlp.{shared}.{part}.weight"),
@@ -136,6 +138,7 @@ def regions_of(
             queries=family.query_norm_names,
             shared=family.shared_expert,
             bias=family.router_bias,
+            router=family.router_module,
             qkv=family.qkv_name.format(part=part),
         )
 
@@ -154,6 +157,34 @@ def regions_of(
         spans = [(named(projections[2]), (0, count, 0, count))]
     regions = [_region(prefix + each, parameter, shape, dim, span) for each, span in spans]
     return cut_regions(regions, {parameter: ShardRule.of(size, dim, *seat, halves)})
+
+
+_STACKED = {
+    "linear_fc1.weight": (2, "gate_up_proj"),
+    "linear_fc1.bias": (1, "gate_up_proj_bias"),
+    "linear_fc2.weight": (1, "down_proj"),
+    "linear_fc2.bias": (1, "down_proj_bias"),
+}
+"""Parameters of stacked experts: the dim that ranks divide, and the checkpoint tensor."""
+
+
+def stacked_experts(
+    parameter: str, shape: _Shape, first: int, sizes: ModelSizes, expert: MegatronSlot
+) -> tuple[Region, ...]:
+    """Return the checkpoint tensor in a rank's part of a layer's experts, where `Family.stacks_experts`.
+
+    `parameter` is as `decoder.layers.N.mlp.experts.linear_fc1.weight`, `shape` that of the rank's part, which begins with expert `first`.
+    """
+    layer, _, matrix = parameter.partition(".mlp.experts.")
+    dim, name = _STACKED[matrix]
+    start = [first, *(0 for _ in shape[1:])]
+    start[dim] = shape[dim] * expert.rank
+    total = [sizes.experts, *shape[1:]]
+    total[dim] *= expert.ranks
+    prefix = f"model.layers.{layer.rpartition('.')[2]}.{sizes.family.experts_module}.experts."
+    box = Box((0,) * len(shape), shape)
+    dims = tuple(range(len(shape)))
+    return (Region(prefix + name, tuple(total), parameter, box, dims, tuple(start)),)
 
 
 def stacked(parts: Iterable[tuple[Region, ...]]) -> tuple[Region, ...]:

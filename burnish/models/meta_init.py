@@ -51,7 +51,9 @@ def router_sizes(config: PretrainedConfig) -> tuple[int, int, int]:
     experts = model_sizes(config).experts if family_of(text.model_type).has_router else 0
     if not experts:
         return 0, 0, 0
-    return len(layers_with_experts(vars(text))), experts, text.num_experts_per_tok
+    chosen = getattr(text, "num_experts_per_tok", None) or text.moe_topk
+    chosen = chosen if isinstance(chosen, int) else max(chosen)  # layers may have their own
+    return len(layers_with_experts(vars(text))), experts, chosen
 
 
 def build_on_meta(hf_config: PretrainedConfig) -> PreTrainedModel:

@@ -41,13 +41,13 @@ from burnish.engines.optim.muon import MOMENTUM, Muon, matrices_in
 from burnish.engines.optim.optimizer import SLOTS, break_ties, moments_dtype
 from burnish.engines.optim.slots import zero_slot
 from burnish.families import ModelSizes
-from burnish.models.megatron_names import MegatronSlot, regions_of, stacked
+from burnish.models.megatron_names import MegatronSlot, regions_of, stacked, stacked_experts
 from burnish.models.meta_init import model_sizes
 from burnish.models.names import Region
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 # One parameter with the matrices of all the rank's experts. With TransformerEngine each expert has its own, which ends in a number.
-_OF_EXPERTS = re.compile(r"mlp\.experts\.(linear_fc[12]\.weight)(\d*)")
+_OF_EXPERTS = re.compile(r"mlp\.experts\.(linear_fc[12]\.(?:weight|bias))(\d*)")
 
 Adapted = Mapping[nn.Parameter, tuple[Region, ...]]
 """With an adapter: the parameters that are trained, and the tensors of PEFT's file in each."""
@@ -471,6 +471,8 @@ def checkpoint_regions(
     prefix = f"decoder.layers.{layer[1]}"
     module = next(each for each in stage.decoder.layers if each.layer_number == int(layer[1]) + 1)
     experts = module.mlp.local_expert_indices
+    if sizes.family.stacks_experts:
+        return stacked_experts(name, shape, experts[0], sizes, seats[1])
     of_each = [f"{prefix}.mlp.experts.local_experts.{expert}.{matrix}" for expert in experts]
     if number:
         return regions_of(of_each[int(number)], shape, sizes, *seats)

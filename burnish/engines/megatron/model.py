@@ -51,6 +51,7 @@ from burnish.engines.base import compute_dtype
 from burnish.engines.megatron.latent_attention import LatentAttention
 from burnish.engines.megatron.mesh import MegatronMesh
 from burnish.engines.megatron.modules import (
+    STACKED_EXPERTS,
     LayerModules,
     NormedResidual,
     NormOfAllHeads,
@@ -60,6 +61,7 @@ from burnish.engines.megatron.modules import (
     Rotation,
     RoutedLayer,
     SharedExpert,
+    biased,
     layer_modules,
     whole_linear,
 )
@@ -68,6 +70,7 @@ from burnish.errors import UsageError, count_text
 from burnish.models.heads import has_value_head
 from burnish.models.kernels.fused import rotation_of
 from burnish.models.logprobs import LogprobOptions, token_logprobs
+from burnish.models.meta_init import router_sizes
 from burnish.models.parts import VocabularyPart
 from burnish.models.routing import Routing
 from burnish.models.scorer import ScoringPlan, logit_transform
@@ -186,8 +189,11 @@ class PackedGPT(LanguageModule):
         for kind in self._traits.rotations:
             of_kind = (kind,) if kind else ()
             angles = self._rotary[0](plan.positions.float(), plan.positions[None], *of_kind)
-            if isinstance(angles, Tensor):  # DeepSeek-V2's are complex numbers, one for two dims
-                angles = [part.repeat(1, 1, 2) for part in (angles.real, angles.imag)]
+            if isinstance(angles, Tensor):  # DeepSeek-V2's are complex numbers
+                angles = angles.real, angles.imag
+            of_pairs = getattr(self._rotary[0], "inv_freq", None)
+            if of_pairs is not None and angles[0].shape[-1] == len(of_pairs):
+                angles = [part.repeat(1, 1, 2) for part in angles]  # there was one for two dims
             yield kind, rotation_of(*angles)
 
     def _embedded(self, ids: Tensor) -> Tensor:
@@ -292,6 +298,8 @@ def _transformer_config(
         add_bias_linear=False,
         gated_linear_unit=True,
         activation_func=traits.activation,
+        activation_func_clamp_value=traits.activation_limit,
+        glu_linear_offset=1.0 if sizes.family.stacks_experts else 0.0,
         hidden_dropout=0.0,
         attention_dropout=0.0,
         params_dtype=dtype,
@@ -345,7 +353,7 @@ def _of_experts(
         "moe_shared_expert_intermediate_size": traits.shared_width or None,
         "moe_shared_expert_gate": traits.gates_shared,
         "moe_layer_freq": [int(layer.has_experts) for layer in traits.layers],
-        "moe_router_topk": hf_config.num_experts_per_tok,
+        "moe_router_topk": router_sizes(hf_config)[2],
         "moe_router_pre_softmax": not normalizes,
         "moe_router_load_balancing_type": "none",
         "moe_token_dispatcher_type": config.megatron.moe_token_dispatcher_type,
@@ -456,11 +464,15 @@ def _layer(
         return ModuleSpec(module=NormedResidual, params=how)
 
     fc1 = modules.column if before_mlp else modules.plain_column
-    mlp = ModuleSpec(module=MLP, submodules=MLPSubmodules(linear_fc1=fc1, linear_fc2=modules.row))
+    fc2 = modules.row
+    if traits.mlp_bias:
+        fc1 = biased(fc1)
+        fc2 = biased(fc2)
+    mlp = ModuleSpec(module=MLP, submodules=MLPSubmodules(linear_fc1=fc1, linear_fc2=fc2))
     shared = MLPSubmodules(linear_fc1=modules.plain_column, linear_fc2=modules.row)
     routed = MoESubmodules(
-        experts=modules.experts,
-        router=PlainRouter,
+        experts=STACKED_EXPERTS if traits.family.stacks_experts else modules.experts,
+        router=partial(PlainRouter, has_bias=traits.router_bias),
         shared_experts=ModuleSpec(module=SharedExpert, submodules=shared),
     )
     experts = ModuleSpec(module=modules.mixture, submodules=routed)
@@ -494,7 +506,7 @@ def _attention(
         plain = SelfAttentionSubmodules(
             linear_qkv=modules.column if traits.block_norms[0] else modules.plain_column,
             core_attention=core,
-            linear_proj=modules.row,
+            linear_proj=biased(modules.row) if traits.out_bias else modules.row,
             q_layernorm=modules.norm if of_heads else IdentityOp,
             k_layernorm=modules.norm if of_heads else IdentityOp,
         )

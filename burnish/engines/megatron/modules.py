@@ -2,7 +2,7 @@
 
 Megatron's packed attention and router need TransformerEngine, its grouped experts other CUDA packages; ours replace them.
 TransformerEngine's attention does not know shared prefixes, so attention is always ours. TransformerEngine multiplies fp32 in tf32, so it
-serves bf16 only. Not supported: dropout, biases of experts, fp8, Apex's layers.
+serves bf16 only. Not supported: dropout, fp8, Apex's layers.
 """
 
 from __future__ import annotations
@@ -71,15 +71,23 @@ class PackedCoreAttention(nn.Module):
         traits: LayerTraits,
         family: Family,
         norms: tuple[Callable[..., nn.Module], ...],
+        pg_collection: ProcessGroupCollection,
         **others: Any,
     ) -> None:
         """`norms` make the norms of queries and keys, if Megatron's own layer has none."""
         super().__init__()
         self.layer_number = layer_number
-        self.softmax = Softmax(traits.scaling, traits.window, traits.softcap)
+        self._softmax = Softmax(traits.scaling, traits.window, traits.softcap)
         self.rotation = traits.rotation
         self.neighbours = family.rotates_neighbours
         self.norms_rotated = family.norms_rotated
+        self.softmax_offset: nn.Parameter | None = None
+        if traits.has_sinks:
+            heads = config.num_attention_heads // pg_collection.tp.size()
+            device = torch.cuda.current_device()
+            sinks = torch.empty(heads, dtype=config.params_dtype, device=device)
+            self.softmax_offset = nn.Parameter(sinks)
+            self.softmax_offset.tensor_model_parallel = True  # type: ignore[attr-defined]
         self.q_layernorm: nn.Module | None = None
         self.k_layernorm: nn.Module | None = None
         if norms:
@@ -113,7 +121,8 @@ class PackedCoreAttention(nn.Module):
         if self.norms_rotated:
             query, key = self._normed(query, key)
         query, key, value = (part.transpose(0, 1)[None] for part in (query, key, value[:, 0]))
-        output = packing.attend(self.layer_number - 1, (query, key, value), self.softmax)
+        softmax = self._softmax._replace(sinks=self.softmax_offset)
+        output = packing.attend(self.layer_number - 1, (query, key, value), softmax)
         return output[0].flatten(1)[:, None]
 
     def _normed(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
@@ -222,7 +231,8 @@ class NormedResidual(nn.Module):
         return self._added
 
     def _added(self, outputs: tuple[Tensor, Tensor | None], hidden: Tensor, _: float) -> Tensor:
-        output = outputs[0]  # no matrix has a bias
+        output, bias = outputs
+        output = output if bias is None else output + bias
         if self.norm is not None:
             output = self.norm(output)
         return hidden + (output if self.factor == 1 else output * self.factor)
@@ -265,10 +275,15 @@ class PlainRouter(TopKRouter):
     The load-balancing loss is that of the whole step, not Megatron's of a micro-batch.
     """
 
-    def __init__(self, *args: Any, **options: Any) -> None:
+    def __init__(self, *args: Any, has_bias: bool = False, **options: Any) -> None:
+        """`has_bias`: logits have a bias, which is trained."""
         super().__init__(*args, **options)
         # Megatron makes the weight on the host and moves it at its first use. Move it now.
         self.weight = _on_device(self.get_parameter("weight"))
+        if has_bias:
+            self.bias = nn.Parameter(self.weight.detach()[:, 0].clone())
+            marks = {"sequence_parallel": self.config.sequence_parallel}
+            vars(self.bias).update(marks)
         self.by_sigmoid = self.config.moe_router_score_function == "sigmoid"
         self.in_fp32 = self.config.moe_router_dtype == "fp32"
         if self.by_sigmoid:
@@ -285,7 +300,7 @@ class PlainRouter(TopKRouter):
         """Return logits [..., experts] of hidden states [..., H]."""
         if self.in_fp32:
             return functional.linear(input.float(), self.weight.float())
-        return functional.linear(input, self.weight)
+        return functional.linear(input, self.weight, self.bias)
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return probabilities and choices, both [R, experts], from logits [R, 1, experts].
@@ -352,7 +367,11 @@ def _on_device(made: nn.Parameter) -> nn.Parameter:
 
 
 class GroupedExperts(MegatronModule):
-    """This rank's experts [E] of a layer, each a gated MLP or this rank's part of one."""
+    """This rank's experts [E] of a layer, each a gated MLP or this rank's part of one.
+
+    With `stacks`, parameters are laid out as `Family.stacks_experts` says. Each of the ranks that share an expert then adds a part of the
+    last bias, so that their sum has all of it.
+    """
 
     def __init__(
         self,
@@ -360,6 +379,7 @@ class GroupedExperts(MegatronModule):
         config: TransformerConfig,
         *,
         pg_collection: ProcessGroupCollection,
+        stacks: bool = False,
         **others: Any,
     ) -> None:
         super().__init__(config=config)
@@ -367,63 +387,98 @@ class GroupedExperts(MegatronModule):
         hidden = config.hidden_size
         dtype = config.params_dtype
         width = config.moe_ffn_hidden_size // pg_collection.expt_tp.size()
-        self.activation = config.activation_func
-        self.linear_fc1 = GroupedLinear((experts, 2 * width, hidden), dtype)
-        self.linear_fc2 = GroupedLinear((experts, hidden, width), dtype)
+        self._stacks = stacks
+        ranks = pg_collection.expt_tp.size()
+        own = hidden // ranks
+        self._outputs = (own * pg_collection.expt_tp.rank(), own * (ranks - 1))
+        biases = (2 * width, own) if stacks else (0, 0)
+        self.linear_fc1 = GroupedLinear((experts, 2 * width, hidden), dtype, biases[0])
+        self.linear_fc2 = GroupedLinear((experts, hidden, width), dtype, biases[1])
 
     def forward(self, rows: Tensor, counts: Tensor, probabilities: Tensor) -> tuple[Tensor, None]:
         """Return [R, H] of rows [R, H], sorted by expert and multiplied by the router's probabilities [R].
 
         `counts` [E] int64: rows of each expert.
         """
-        gate, up = self.linear_fc1(rows, counts).chunk(2, dim=-1)
-        inner = self.activation(gate) * up * probabilities[:, None]
-        return self.linear_fc2(inner.to(rows.dtype), counts), None
+        config = self.config
+        weights = probabilities[:, None]
+        both = self.linear_fc1(rows, counts)
+        if self._stacks:
+            both = both + self.linear_fc1.biases(counts)
+        gate, up = (both[..., ::2], both[..., 1::2]) if self._stacks else both.chunk(2, dim=-1)
+        if (limit := config.activation_func_clamp_value) is not None:
+            gate = gate.clamp(max=limit)
+            up = up.clamp(-limit, limit)
+        inner = config.activation_func(gate) * (up + config.glu_linear_offset) * weights
+        outputs = self.linear_fc2(inner.to(rows.dtype), counts)
+        if self._stacks:
+            before, others = self._outputs
+            biases = functional.pad(self.linear_fc2.biases(counts), (before, others - before))
+            outputs = outputs + (biases * weights).to(rows.dtype)
+        return outputs, None
 
 
 class GroupedLinear(nn.Module):
-    """A matrix [O, I] for each expert, in one uninitialized parameter [E, O, I]."""
+    """A matrix [O, I] for each expert, in one uninitialized parameter [E, O, I]; [E, I, O] beside biases."""
 
-    def __init__(self, shape: tuple[int, int, int], dtype: torch.dtype) -> None:
+    def __init__(self, shape: tuple[int, int, int], dtype: torch.dtype, biases: int = 0) -> None:
+        """`biases`: how many each expert has."""
         super().__init__()
         device = torch.cuda.current_device()
+        experts, outputs, inputs = shape
+        if biases:
+            shape = (experts, inputs, outputs)
+            self.bias = nn.Parameter(torch.empty((experts, biases), dtype=dtype, device=device))
         self.weight = nn.Parameter(torch.empty(shape, dtype=dtype, device=device))
+        self._is_transposed = biases > 0
 
     def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
-        """Return [R, O] of rows [R, I]; `counts` [E] are the rows of each expert."""
-        return grouped_linear(rows, self.weight, counts)
+        """Return [R, O] of rows [R, I], without biases; `counts` [E] are the rows of each expert."""
+        return grouped_linear(rows, self.weight, counts, is_transposed=self._is_transposed)
+
+    def biases(self, counts: Tensor) -> Tensor:
+        """Return those of each row [R, ...]."""
+        return self.bias.repeat_interleave(counts.to(self.bias.device), dim=0)
 
 
-def grouped_linear(rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
-    """Return [R, O] of rows [R, I], sorted by expert, and weight [E, O, I]; `counts` [E] are the rows of each expert."""
-    return _GroupedProduct.apply(rows, weight, counts)  # type: ignore[no-untyped-call]
+def grouped_linear(
+    rows: Tensor, weight: Tensor, counts: Tensor, *, is_transposed: bool = False
+) -> Tensor:
+    """Return [R, O] of rows [R, I], sorted by expert, and weight [E, O, I], or [E, I, O] if that `is_transposed`; `counts` [E] are the rows of each expert."""
+    how = counts, is_transposed
+    return _GroupedProduct.apply(rows, weight, *how)  # type: ignore[no-untyped-call]
 
 
 class _GroupedProduct(torch.autograd.Function):
-    """rows · weightᵀ for each expert; adds the weight's gradient to Megatron's `main_grad` if there is one."""
+    """rows · weightᵀ for each expert, or rows · weight if that `is_transposed`; adds the weight's gradient to Megatron's `main_grad` if there is one."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, rows: Tensor, weight: Tensor, counts: Tensor, is_transposed: bool
+    ) -> Tensor:
         ctx.save_for_backward(rows, weight, counts)
         ctx.main_grad = getattr(weight, "main_grad", None)
-        return _grouped_product(rows, weight.transpose(1, 2), counts)
+        ctx.is_transposed = is_transposed
+        return _grouped_product(rows, weight if is_transposed else weight.transpose(1, 2), counts)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor | None, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
         rows, weight, counts = ctx.saved_tensors
         gradient = gradient.contiguous()
-        of_rows = _grouped_product(gradient, weight, counts)
+        matrices = weight.transpose(1, 2) if ctx.is_transposed else weight
+        of_rows = _grouped_product(gradient, matrices, counts)
         if not ctx.needs_input_grad[1]:
-            return of_rows, None, None
+            return of_rows, None, None, None
+        left, right = (rows, gradient) if ctx.is_transposed else (gradient, rows)
         if ctx.main_grad is not None:
-            _add_outer_products(ctx.main_grad, gradient, rows, counts)
+            _add_outer_products(ctx.main_grad, left, right, counts)
             # Megatron counts the gradients that have come, so an unused one goes on, as from its own linear layers.
             weight.grad_added_to_main_grad = True
-            return of_rows, torch.empty_like(weight), None
+            return of_rows, torch.empty_like(weight), None, None
         of_weight = torch.zeros_like(weight)
-        _add_outer_products(of_weight, gradient, rows, counts)
-        return of_rows, of_weight, None
+        _add_outer_products(of_weight, left, right, counts)
+        return of_rows, of_weight, None, None
 
 
 def _grouped_product(rows: Tensor, matrices: Tensor, counts: Tensor) -> Tensor:
@@ -455,6 +510,20 @@ def _is_aligned(*factors: Tensor) -> bool:
         for matrix in factors
         for size in matrix.shape[1:]
     )
+
+
+STACKED_EXPERTS = ModuleSpec(module=GroupedExperts, params={"stacks": True})
+"""All experts of a layer, where `Family.stacks_experts`. TransformerEngine's do not have this layout."""
+
+
+def biased(linear: Any) -> Any:
+    """Return a subclass of a class of linear layers, with biases. Megatron's configuration has one answer for all layers."""
+
+    class Biased(linear):
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **{**options, "bias": True})
+
+    return Biased
 
 
 @dataclass(frozen=True, slots=True)

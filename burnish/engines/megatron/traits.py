@@ -27,7 +27,17 @@ _OF_LATENTS = [
     *("q_proj.weight", "q_a_proj.weight", "q_a_layernorm.weight", "q_b_proj.weight"),
     *(f"{_LATENT}.weight", "kv_a_layernorm.weight", "kv_b_proj.weight"),
 ]
-_EXPERTS = ("gate.weight", "experts.gate_up_proj", "experts.down_proj")
+_EXPERTS = ("experts.gate_up_proj", "experts.down_proj")
+
+
+@dataclass(frozen=True, slots=True)
+class _Swish:
+    """x · sigmoid(alpha x)."""
+
+    alpha: float
+
+    def __call__(self, values: Tensor) -> Tensor:
+        return values * torch.sigmoid(self.alpha * values)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +56,8 @@ class LayerTraits:
     """Of the outputs of attention and MLP, before they are added to the hidden state."""
     has_experts: bool
     """The MLP is a router and experts."""
+    has_sinks: bool
+    """Each head has one more score, without a key and a value (`burnish.models.kernels.attention.Softmax`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +93,14 @@ class ModelTraits:
     """Of every RMSNorm."""
     qkv_bias: bool
     """The projections to queries, keys and values have biases."""
+    out_bias: bool
+    """The projection behind attention has a bias."""
+    mlp_bias: bool
+    """The projections of dense MLPs have biases."""
+    router_bias: bool
+    """Routers' logits have a bias that is trained."""
+    activation_limit: float | None
+    """Bound of an expert's gate from above, and of its other factor from both sides; None: no bound."""
     block_norms: tuple[str, str, str, str]
     """As in `Family`, without those that the model has not."""
     embedding_factors: tuple[float, float]
@@ -135,6 +155,8 @@ def model_traits(hf_config: PretrainedConfig) -> ModelTraits:
         family = replace(family, query_norms="none")
     values = getattr(attention, family.qkv_name.format(part="v"), None)
     latent = _latent(attention, hf_config, family) if hasattr(attention, _LATENT) else None
+    names = [name for name, _ in layers.named_parameters()]
+    alpha = hf_config.swiglu_alpha if family.stacks_experts else None
     by_type = any(isinstance(each, Mapping) for each in hf_config.rope_parameters.values())
     shared = (getattr(layer.mlp, family.shared_expert or "-", None) for layer in layers)
     widths = (each.down_proj.in_features for each in shared if each is not None)
@@ -150,9 +172,13 @@ def model_traits(hf_config: PretrainedConfig) -> ModelTraits:
             _layer(layer, hf_config, family, number, by_type=by_type)
             for number, layer in enumerate(layers)
         ),
-        activation=_ACTIVATIONS[_activation(hf_config)],
+        activation=_ACTIVATIONS[_activation(hf_config)] if alpha is None else _Swish(alpha),
+        activation_limit=hf_config.swiglu_limit if family.stacks_experts else None,
         epsilon=hf_config.rms_norm_eps,
         qkv_bias=getattr(values, "bias", None) is not None,
+        out_bias=attention.o_proj.bias is not None,
+        mlp_bias=any(f".{family.projections[2]}.bias" in name for name in names),
+        router_bias=any(name.endswith(f"mlp.{family.router_module}.bias") for name in names),
         block_norms=(norms[0], norms[1], norms[2], norms[3]),
         embedding_factors=(scale, getattr(hf_config, "embedding_multiplier", 1.0)),
         shared_width=next(widths, 0),
@@ -180,6 +206,7 @@ def _layer(
         rotation=rotation if rotates else None,
         factor=getattr(layer, "residual_multiplier", getattr(layer, "residual_scale", 1.0)),
         has_experts=hasattr(layer.mlp, "experts"),
+        has_sinks=hasattr(attention, "sinks"),
     )
 
 
@@ -221,12 +248,15 @@ def _computed(family: Family, latent: bool) -> set[str]:
     """Return the names of the parameters of a layer, as transformers' model has them."""
     mlp = [f"{name}.weight" for name in family.projections]
     mlp += [f"{family.shared_expert}.{name}" for name in mlp] if family.shared_expert else []
-    mlp += [*_EXPERTS, f"{family.shared_expert}_gate.weight"]
+    mlp += [f"{name}.bias" for name in family.projections]
+    mlp += [*_EXPERTS, f"{family.shared_expert}_gate.weight", f"{family.router_module}.weight"]
+    if family.stacks_experts:
+        mlp += [f"{family.router_module}.bias", *(f"{name}_bias" for name in _EXPERTS)]
     norms = family.query_norm_names if family.query_norms != "none" else ()
     qkv = {family.qkv_name.format(part=letter) for letter in "qkv"}
     attention = [f"{name}.{kind}" for name in qkv for kind in ("weight", "bias")]
-    attention = _OF_LATENTS if latent else attention
-    attention += ["o_proj.weight", *(f"{name}.weight" for name in norms)]
+    attention = _OF_LATENTS if latent else [*attention, "o_proj.bias", "sinks"]
+    attention = [*attention, "o_proj.weight", *(f"{name}.weight" for name in norms)]
     return {
         *(f"mlp.{name}" for name in mlp),
         *(f"self_attn.{name}" for name in attention),

@@ -95,10 +95,9 @@ def scored(model: PreTrainedModel, temperature: float) -> Tensor:
 @pytest.mark.parametrize(
     ("family", "changes", "said"),
     [
-        ("gpt_oss", {}, "gpt_oss"),
+        ("qwen3_next", {}, "qwen3_next"),
         ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
-        ("llama", {"attention_bias": True}, "self_attn.o_proj.bias"),
-        ("llama", {"mlp_bias": True}, "mlp.gate_proj.bias"),
+        ("mimo_v2_flash", {}, "mimo_v2_flash"),
         ("qwen3", {"hidden_act": "gelu"}, "gelu"),
         ("olmoe", {"clip_qkv": 1.0}, "clip_qkv"),
     ],

@@ -119,8 +119,9 @@ def test_every_layout_routes_like_one_plain_model(
 
 
 @pytest.mark.nightly
-def test_routers_by_sigmoid_do_so_too(tmp_path: Path) -> None:
-    path = save_tiny(tmp_path / "m", "glm4_moe", torch.float32)
+@pytest.mark.parametrize("family", ["glm4_moe", "gpt_oss"])
+def test_routers_by_sigmoid_or_with_a_bias_do_so_too(tmp_path: Path, family: str) -> None:
+    path = save_tiny(tmp_path / "m", family, torch.float32)
     oracles = {"prescribed": by_hand(path, experts_of_others()), "evened": by_hand(path, None)}
     require_routed(path, oracles, 2, recomputing(DEGREES[2]))
 

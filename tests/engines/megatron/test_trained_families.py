@@ -23,7 +23,13 @@ from burnish.models.names import model_shards
 TRAINED = sorted(name for name, each in FAMILIES.items() if each.on_megatron)
 MIXTURES = [name for name in TRAINED if FAMILIES[name].has_router]
 BY_DAY = ("glm4_moe", "olmo2")
-SEEDS = {"deepseek_v2": 1, "glm4_moe": 1, "glm4_moe_lite": 2}
+SEEDS = {
+    "deepseek_v2": 1,
+    "flex_olmo": 1,
+    "glm4_moe": 1,
+    "glm4_moe_lite": 2,
+    "hunyuan_v1_moe": 1,
+}
 """Of random weights. Of others AdamW makes whole steps of gradients that are nearly 0, of which rounding decides."""
 LAYOUTS: dict[str, dict[str, Any]] = {
     "tensor": {"tensor_parallel": 2, "layers": "transformer_engine"},
@@ -36,6 +42,13 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "experts": {"expert_parallel": 2, "activation_checkpointing": "selective"},
 }
 PER_MICRO = 2
+VARIANTS: dict[str, dict[str, Any]] = {
+    "llama": {"attention_bias": True, "mlp_bias": True},
+    "seed_oss": {"attention_out_bias": True},
+    "olmo2": {"attention_bias": True},
+    "glm4_moe": {"use_qk_norm": False, "attention_bias": False},
+}
+"""What a type may be beside its tiny model."""
 
 
 def train_rank(
@@ -71,10 +84,17 @@ def wanted_of(path: Path) -> dict[str, Any]:
     return {**wanted, "gradients": gradients, "weights": canonical(model), "slots": slots}
 
 
-def check(root: Path, cases: Mapping[str, Sequence[Mapping[str, Any]]], world: int) -> None:
-    """Compare each family, trained with each of its settings, on `world` processes."""
+def check(
+    root: Path,
+    cases: Mapping[str, Sequence[Mapping[str, Any]]],
+    world: int,
+    changes: Mapping[str, Any] | None = None,
+) -> None:
+    """Compare each family, trained with each of its settings, on `world` processes. `changes` are those of its configuration."""
     paths = {
-        family: save_tiny(root / family, family, torch.float32, seed=SEEDS.get(family, 0))
+        family: save_tiny(
+            root / family, family, torch.float32, seed=SEEDS.get(family, 0), **(changes or {})
+        )
         for family in cases
     }
     told = [(paths[family], each) for family, settings in cases.items() for each in settings]
@@ -116,3 +136,13 @@ def test_a_family_trains_so_on_two_processes(family: str, tmp_path: Path) -> Non
     left_out = "tensor without sequence parallelism" if family in MIXTURES else "experts"
     settings = [each for name, each in LAYOUTS.items() if name != left_out]
     check(tmp_path, {family: settings}, 2)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("family", VARIANTS)
+def test_a_family_with_other_biases_or_norms_trains_so(family: str, tmp_path: Path) -> None:
+    changes = VARIANTS[family]
+    check(tmp_path / "1", {family: [{}, {"layers": "transformer_engine"}]}, 1, changes)
+    of_tensor = [LAYOUTS["tensor"], LAYOUTS["tensor without sequence parallelism"]]
+    settings = of_tensor[:1] if family in MIXTURES else of_tensor
+    check(tmp_path / "2", {family: settings}, 2, changes)

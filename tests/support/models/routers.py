@@ -33,7 +33,9 @@ class PrescribedRouter(nn.Module):
 
     def __init__(self, replaced: Any) -> None:
         super().__init__()
-        self.weight, self.bias = replaced.weight, getattr(replaced, "bias", 0.0)
+        replaced = getattr(replaced, "wg", replaced)
+        bias = getattr(replaced, "bias", None)
+        self.weight, self.bias = replaced.weight, 0.0 if bias is None else bias
         self.normalizes: bool = getattr(
             replaced, "norm_topk_prob", not hasattr(replaced, "topk_method")
         )

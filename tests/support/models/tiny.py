@@ -210,6 +210,8 @@ ON_MEGATRON: dict[str, dict[str, Any]] = {
     "minimax_m2": {"head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2},
     "solar_open": {**_GROUPED, "first_k_dense_replace": 0},
     "olmo3": _BY_TYPE,
+    "flex_olmo": {**_EXPERTS, "norm_topk_prob": True},
+    "hunyuan_v1_moe": {"head_dim": 16, "num_experts": 4, "moe_topk": 2},
     "olmoe": _EXPERTS,
     "qwen2_moe": {
         **_EXPERTS,
