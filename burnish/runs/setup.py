@@ -37,10 +37,10 @@ from burnish.distributed.device import has_bf16_products
 from burnish.distributed.layout import Layout
 from burnish.engines import factory as making
 from burnish.engines.base import Engine, Part, compute_dtype
-from burnish.errors import IncompatibleError, UsageError, few, refusing
+from burnish.errors import UsageError, few, refusing
 from burnish.extend import GENERATORS
 from burnish.models.flops import ModelFlops, Passed
-from burnish.models.heads import has_value_head
+from burnish.models.heads import require_language_model
 from burnish.models.language_model import Composite
 from burnish.models.loading import (
     GENERATION_CONFIG,
@@ -188,13 +188,9 @@ def lay_foundation(
     `given` is `config.model` before copies replaced URLs and ids. With `may_judge` it may be a reward model.
     """
     hf_config = read_model_config(config.model)
-    if has_value_head(hf_config) and not may_judge:
-        raise IncompatibleError(
-            f"{config.model.path} has a value head and no vocabulary",
-            have=", ".join(hf_config.architectures or ()),
-            want="a causal language model",
-            do="set model.path to a language model; a critic's directory belongs in critic.path",
-        )
+    if not may_judge:
+        do = "set model.path to a language model; a critic's directory belongs in critic.path"
+        require_language_model(config.model.path, hf_config, do)
     tokenizer = model_tokenizer(config.model, config.data.chat_template_name)
     require_embeddings(hf_config, tokenizer)
     _require_stop_tokens(config.rollout.stop_token_ids, hf_config)

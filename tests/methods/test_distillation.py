@@ -18,6 +18,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from support.checkpoints.states import committed
+from support.models.tiny import save_classifier
 from support.models.tokenizers import char_tokenizer
 from support.nightly import by_day
 from support.runs.endpoints import Answer, serving
@@ -335,6 +336,11 @@ def test_the_start_may_teach(work: Path, lora: int) -> None:
     [
         (["distill.teachers=[{path: nowhere}]"], ["distill.teachers", "nowhere"]),
         (["distill.teachers=[{path: other}]"], ["token 4 is '0'", "'A'", "2 of 100"]),
+        pytest.param(
+            ["distill.teachers=[{path: judge}]"],
+            ["judge", "SequenceClassification", "distill.teachers"],
+            marks=pytest.mark.nightly,
+        ),
         (["distill.teachers=[]"], ["reward.functions", "distill.teachers"]),
         (["algorithm.dynamic_sampling.enabled=true"], ["dynamic_sampling"]),
         (["distill.weight=0"], ["distill.weight"]),
@@ -360,6 +366,7 @@ def test_the_start_may_teach(work: Path, lora: int) -> None:
 def test_mistakes_end_before_anything_is_written(
     work: Path, argv: list[str], facts: list[str]
 ) -> None:
+    save_classifier(work / "judge")
     other = work / "other"
     if not other.exists():
         shutil.copytree(work / "teacher", other)

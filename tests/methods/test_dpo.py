@@ -310,7 +310,11 @@ def test_a_killed_run_of_kto_goes_on_to_the_bit(work: Path) -> None:
         ([*KTO, "data.train=[unclear.jsonl]"], ["row 1", "'good'", "method.label_column"]),
         (["method.loss={kto: 1, nll: 1}"], ["nll", "kto"]),
         ([*KTO, "data.streaming=1"], ["kto", "data.streaming"]),
-        (["data.train=[ranked.jsonl]", "data.streaming=1"], ["ranked", "data.streaming"]),
+        pytest.param(
+            ["data.train=[ranked.jsonl]", "data.streaming=1"],
+            ["ranked", "data.streaming"],
+            marks=pytest.mark.nightly,
+        ),
         ([*KTO, "method.length_normalized=true"], ["method.length_normalized"]),
     ],
 )

@@ -165,7 +165,6 @@ def test_a_run_goes_on_with_the_function_that_it_began_with(work: Path) -> None:
     [
         (["method.loss=dtf"], ["method.loss", "dft"]),
         (["method.label_smoothing=0.1"], ["method.label_smoothing", "method.loss: dft"]),
-        (["method={label_smoothing: 1}"], ["label_smoothing"]),
         (["method.weight_column=imprtance"], ["method.weight_column", "imprtance"]),
         (["method.weight_column=messages"], ["row 0", "chats.jsonl", "messages"]),
     ],

@@ -34,7 +34,7 @@ from burnish.models.divergence import (
     WholeReference,
 )
 from burnish.models.flops import ModelFlops
-from burnish.models.heads import has_value_head
+from burnish.models.heads import require_language_model
 from burnish.models.loading import read_model_config, require_embeddings, weights_source
 from burnish.models.meta_init import count_flops
 from burnish.records import Batch, Example, MicroBatch, Prompt, TokenIds
@@ -284,13 +284,8 @@ def read_teacher(
     trusts = config.model.trust_remote_code
     model = ModelConfig(path=teacher.path, trust_remote_code=trusts)
     hf_config = read_model_config(model)
-    if has_value_head(hf_config):
-        raise IncompatibleError(
-            f"{teacher.path} has a value head and no vocabulary",
-            have=", ".join(hf_config.architectures or ()),
-            want="a causal language model",
-            do="set distill.teachers to language models; this one belongs in reward.models",
-        )
+    do = "set distill.teachers to language models; this one belongs in reward.models"
+    require_language_model(teacher.path, hf_config, do)
     own = load_tokenizer(teacher.path, trust_remote_code=trusts)
     require_same_vocabulary(teacher.path, tokenizer, own)
     require_embeddings(hf_config, tokenizer)

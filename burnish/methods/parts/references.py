@@ -29,7 +29,7 @@ from burnish.errors import IncompatibleError
 from burnish.files.cache import read_kept
 from burnish.files.kept import write_kept
 from burnish.files.safetensors import weight_files
-from burnish.models.heads import has_value_head
+from burnish.models.heads import require_language_model
 from burnish.models.loading import read_model_config, require_embeddings, weights_source
 from burnish.models.meta_init import count_flops
 from burnish.records import Example
@@ -208,13 +208,7 @@ def reference_foundation(foundation: Foundation, path: str) -> Foundation:
     """
     model = ModelConfig(path=path)
     hf_config = read_model_config(model)
-    if has_value_head(hf_config):
-        raise IncompatibleError(
-            f"{path} has a value head and no vocabulary",
-            have=", ".join(hf_config.architectures or ()),
-            want="a causal language model",
-            do="set method.reference to one",
-        )
+    require_language_model(path, hf_config, "set method.reference to a language model")
     require_embeddings(hf_config, foundation.tokenizer)
     if load_tokenizer(path).get_vocab() != foundation.tokenizer.get_vocab():
         raise IncompatibleError(
