@@ -60,6 +60,8 @@ TOGETHER: dict[str, list[dict[str, Any]]] = {
     "qwen3_moe": [TORCH, EXPERTS, TENSOR, PIPELINE],
     "phi3": [TORCH, TENSOR],
 }
+AFTERWARDS = {"overlap_grad_reduce": False, "overlap_param_gather": False}
+"""Gradients are added up after the backward pass, so that they can be replaced before."""
 Pieces = list[tuple[str, Any, Tensor, tuple[int, ...]]]
 CHAIN: list[tuple[int, dict[str, Any]]] = [(1, TORCH), (2, TENSOR), (2, EXPERTS), (2, TORCH)]
 
@@ -110,7 +112,8 @@ def train_rank(
     found = []
     for settings in cases:
         # Nothing is clipped: the norms of engines differ in the last bit, and orthogonalizing in bf16 makes much of that.
-        engine = make_engine(layout, path, OPTIM, **{"max_grad_norm": 1e6} | settings)
+        told = {"max_grad_norm": 1e6, "megatron": AFTERWARDS if gradients == "given" else {}}
+        engine = make_engine(layout, path, OPTIM, **told | settings)
         step = newest(root) if root and root.exists() else None
         if step is not None:
             source = CheckpointSource(step, layout)
