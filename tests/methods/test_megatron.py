@@ -37,6 +37,23 @@ MIXTURE = FRESH | {
     "norm_topk_prob": True,
     "mlp_only_layers": [],
 }
+LATENT = FRESH | {
+    "model_type": "deepseek_v3",
+    "head_dim": 6,
+    "num_hidden_layers": 3,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 20,
+    "kv_lora_rank": 12,
+    "qk_nope_head_dim": 10,
+    "qk_rope_head_dim": 6,
+    "v_head_dim": 8,
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 4,
+    "n_group": 2,
+    "topk_group": 1,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+}
 
 KILLED = [
     [],
@@ -129,6 +146,17 @@ def test_engines_go_on_from_each_other(work, of_torch, begins):
     argv = [*RL, f"name={begins}_begins"]
     done(work, *argv, "steps=3", *first, world=2)
     assert_same(done(work, *argv, *second, world=2), of_torch)
+
+
+@pytest.mark.nightly
+def test_latent_attention_goes_on_from_engine_to_engine(work):
+    argv = ["sft", "sft.yaml", f"model.fresh={json.dumps(LATENT)}", "evaluation.every=0"]
+    wanted = done(work, *argv, "name=latent_torch")
+    argv.append("name=latent")
+    done(work, *argv, "steps=2")
+    done(work, *argv, "steps=3", MEGATRON, *LAYOUTS.values(), world=4)
+    done(work, *argv, "steps=5", MEGATRON, "engine.expert_parallel=2", world=2)
+    assert_same(done(work, *argv, "engine.sequence_parallel=2", world=2), wanted)
 
 
 @pytest.mark.nightly
