@@ -120,10 +120,10 @@ class MegatronConfig(Section):
 
     pipeline_model_parallel_layout: MayChange[str | None] = None
     """The layers of each pipeline stage, as Et*3|(tt|)*6tL: E embedding, t layer, L output layer. Stages are divided by |, and there are `pipeline_parallel` × `virtual_stages` of them. Default: as even as possible, the last stages shorter."""
-    recompute_modules: MayChange[list[Literal["core_attn", "mlp", "moe", "shared_experts"]]] = [
-        "core_attn"
-    ]
-    """What `activation_checkpointing: selective` recomputes."""
+    recompute_modules: MayChange[
+        list[Literal["core_attn", "mla_up_proj", "mlp", "moe", "shared_experts"]]
+    ] = ["core_attn"]
+    """What `activation_checkpointing: selective` recomputes. mla_up_proj: latent attention from its latents on, which are far smaller than its heads."""
     moe_token_dispatcher_type: MayChange[Literal["alltoall", "flex"]] = "alltoall"
     """How tokens reach their experts. flex: by DeepEP's kernels; needs deep_ep. Megatron's allgather needs micro-batches of one length."""
     moe_permute_fusion: MayChange[Literal["auto"] | bool] = "auto"

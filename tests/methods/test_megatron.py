@@ -150,7 +150,7 @@ def test_engines_go_on_from_each_other(work, of_torch, begins):
 
 @pytest.mark.nightly
 def test_latent_attention_goes_on_from_engine_to_engine(work):
-    argv = ["sft", "sft.yaml", f"model.fresh={json.dumps(LATENT)}", "evaluation.every=0"]
+    argv = ["sft", "sft.yaml", f"model.fresh={json.dumps(LATENT)}", "evaluation.every=1"]
     wanted = done(work, *argv, "name=latent_torch")
     argv.append("name=latent")
     done(work, *argv, "steps=2")

@@ -9,6 +9,7 @@ from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
 )
+from megatron.core.tensor_parallel.random import checkpoint
 from megatron.core.transformer.attention import Attention
 from megatron.core.transformer.multi_latent_attention import MLASelfAttentionSubmodules
 from megatron.core.transformer.spec_utils import build_module
@@ -34,10 +35,15 @@ class LatentAttention(Attention):
         *,
         traits: LatentTraits,
         rotation: str,
+        recomputes: bool,
         **options: Any,
     ) -> None:
-        """`rotation` is the key of the rotary positions. `config.kv_channels` is the width of a head's values."""
+        """`rotation` is the key of the rotary positions. `config.kv_channels` is the width of a head's values.
+
+        `recomputes`: the backward pass computes all from the latents on again.
+        """
         super().__init__(config, submodules, layer_number, attention_type="self", **options)
+        self.recomputes = recomputes
         self.traits = traits
         self.rotation = rotation
         self.linear_kv_down_proj = whole_linear(config, traits.key_rank + traits.rotated)
@@ -87,17 +93,23 @@ class LatentAttention(Attention):
         **others: Any,
     ) -> Any:
         """Return the output [T, 1, H] and no bias."""
-        heads = self.get_query_key_value_tensors(hidden_states, packed_seq_params)
-        recomputes = self.checkpoint_core_attention and self.training
-        attend = self._checkpointed_attention_forward if recomputes else self.core_attention
-        return self.linear_proj(attend(*heads, attention_mask, packed_seq_params=packed_seq_params))
+        latents = self._latents(hidden_states)
+        recomputes = self.training and torch.is_grad_enabled()
 
-    def get_query_key_value_tensors(
-        self, hidden_states: Tensor, packing: Packing
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return rotated queries and keys, and values, all [T, 1, own heads, d]."""
+        def attended(*latents: Tensor) -> Tensor:
+            heads = self.get_query_key_value_tensors(latents, packed_seq_params)
+            is_kept = self.recomputes or not (recomputes and self.checkpoint_core_attention)
+            attend = self.core_attention if is_kept else self._checkpointed_attention_forward
+            output: Tensor = attend(*heads, attention_mask, packed_seq_params=packed_seq_params)
+            return output
+
+        if recomputes and self.recomputes:
+            return self.linear_proj(checkpoint(attended, False, *latents))
+        return self.linear_proj(attended(*latents))
+
+    def _latents(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the latents of queries, and of keys and values, of this rank's tokens; and the keys' part with positions of all tokens."""
         traits = self.traits
-        rotation = packing.rotations[self.rotation]
         latent, shared = torch.split(
             self.linear_kv_down_proj(hidden_states), [traits.key_rank, traits.rotated], dim=-1
         )
@@ -106,12 +118,21 @@ class LatentAttention(Attention):
             shared = gather_from_sequence_parallel_region(shared, group=self.pg_collection.tp)
         elif self.pg_collection.tp.size() > 1:
             shared = copy_to_tensor_model_parallel_region(shared, group=self.pg_collection.tp)
+        if traits.query_rank is not None:
+            hidden_states = self.linear_q_down_proj(hidden_states)
+        return hidden_states, latent, shared
+
+    def get_query_key_value_tensors(
+        self, latents: tuple[Tensor, ...], packing: Packing
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return rotated queries and keys, and values, all [T, 1, own heads, d]."""
+        traits = self.traits
+        rotation = packing.rotations[self.rotation]
+        query, latent, shared = latents
         if traits.query_rank is None:
-            query, _ = self.linear_q_proj(hidden_states)
+            query, _ = self.linear_q_proj(query)
         else:
-            query, _ = self.linear_q_up_proj(
-                self.q_layernorm(self.linear_q_down_proj(hidden_states))
-            )
+            query, _ = self.linear_q_up_proj(self.q_layernorm(query))
         keys, _ = self.linear_kv_up_proj(self.kv_layernorm(latent))
         key, value = self._of_heads(keys, traits.unrotated, traits.values)
         query, positioned = self._of_heads(query, traits.unrotated, traits.rotated)

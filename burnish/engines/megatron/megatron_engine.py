@@ -119,6 +119,13 @@ class MegatronEngine(ShardedEngine):
         require_divisible(traits.sizes, config)
         pipeline_layout(traits.sizes.depth, config)
         require_dispatcher(config)
+        if "mla_up_proj" in config.megatron.recompute_modules and traits.latent is None:
+            raise UsageError(
+                "engine.megatron.recompute_modules names a module that the model has not",
+                have=f"mla_up_proj, a model of type {hf_config.model_type}",
+                want="mla_up_proj for models with latent attention",
+                do="remove it there; core_attn recomputes this model's attention",
+            )
         if traits.shared_width % config.tensor_parallel:
             raise UsageError(
                 "engine.tensor_parallel does not divide the expert that every token goes to",

@@ -328,7 +328,11 @@ def _transformer_config(
         gradient_accumulation_fusion=modules.adds_gradients,
         **_RECOMPUTE[config.activation_checkpointing],
         # `RecomputedMixture` is ours, since a router needs the instructions of its micro-batch again.
-        recompute_modules=[name for name in config.megatron.recompute_modules if name != "moe"],
+        recompute_modules=[
+            name
+            for name in config.megatron.recompute_modules
+            if name not in ("moe", "mla_up_proj")  # our own modules recompute these
+        ],
     )
 
 
@@ -521,6 +525,7 @@ def _attention(
         kv_layernorm=modules.norm,
     )
     params |= {"traits": traits.latent, "rotation": own.rotation}
+    params["recomputes"] = modules.recomputes_latents
     return ModuleSpec(module=LatentAttention, params=params, submodules=latent)
 
 

@@ -544,6 +544,8 @@ class LayerModules:
     """All experts of a layer."""
     mixture: Any = MoELayer
     """A router and its experts."""
+    recomputes_latents: bool = False
+    """Whether the backward pass computes latent attention again, from its latents on."""
     adds_gradients: bool = False
     """Whether linear layers add the gradients of their weights to Megatron's buffers themselves, by Apex's kernel."""
     fuses_permutation: bool = False
@@ -561,8 +563,11 @@ def layer_modules(config: EngineConfig, device: torch.device) -> LayerModules:
             do='pip install --no-build-isolation "transformer_engine[pytorch]", or set engine.layers=torch',
         )
     selects = config.activation_checkpointing == "selective"
-    recomputes = selects and "moe" in config.megatron.recompute_modules
-    modules = LayerModules(mixture=RecomputedMixture if recomputes else MoELayer)
+    recomputed = config.megatron.recompute_modules if selects else ()
+    modules = LayerModules(
+        mixture=RecomputedMixture if "moe" in recomputed else MoELayer,
+        recomputes_latents="mla_up_proj" in recomputed,
+    )
     is_fast = config.layers != "torch" and config.precision == "bf16" and device.type == "cuda"
     has_fusion = transformer_engine.fused_permute_with_probs is not None
     fuses = is_fast and is_installed and has_fusion

@@ -139,6 +139,14 @@ def test_other_heads_than_of_a_vocabulary_or_a_value_are_refused() -> None:
         ("qwen3_moe", {"expert_parallel": 3}, "engine.expert_parallel: 3, 4 "),
         ("qwen3_moe", {"expert_tensor_parallel": 5}, "24 columns"),
         ("qwen2_moe", {"tensor_parallel": 2}, "39 columns"),
+        (
+            "qwen3",
+            {
+                "activation_checkpointing": "selective",
+                "megatron": {"recompute_modules": ["mla_up_proj"]},
+            },
+            "mla_up_proj",
+        ),
         ("olmo2", {"tensor_parallel": 4}, "2 key heads"),
         (
             "qwen3_moe",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from burnish.distributed.layout import Layout
+from burnish.engines.megatron.latent_attention import LatentAttention
 from burnish.families import FAMILIES
 from burnish.models.names import model_shards
 
@@ -60,6 +62,22 @@ def train_rank(
         engine = make_engine(layout, path, kind="megatron", **settings)
         found.append(train(engine, make_examples(VOCAB), PER_MICRO))
         engine.close()
+    return found
+
+
+def count_rank(layout: Layout, path: Path, cases: Sequence[Mapping[str, Any]]) -> list[int]:
+    """How often latents become heads while each of these engines trains."""
+    found = []
+    make_heads = LatentAttention.get_query_key_value_tensors
+    for settings in cases:
+        patched = mock.patch.object(
+            LatentAttention, make_heads.__name__, autospec=True, side_effect=make_heads
+        )
+        with patched as called:
+            engine = make_engine(layout, path, kind="megatron", **settings)
+            train(engine, make_examples(VOCAB), PER_MICRO)
+            engine.close()
+        found.append(called.call_count)
     return found
 
 
@@ -128,6 +146,21 @@ def test_a_family_of_each_kind_trains_like_one_plain_model(tmp_path: Path) -> No
 @pytest.mark.parametrize("family", TRAINED)
 def test_a_family_trains_like_one_plain_model(family: str, tmp_path: Path) -> None:
     check(tmp_path, {family: [{}, {"layers": "transformer_engine"}]}, 1)
+
+
+@pytest.mark.nightly
+def test_latents_are_recomputed(tmp_path: Path) -> None:
+    recomputed = {
+        "activation_checkpointing": "selective",
+        "megatron": {"recompute_modules": ["core_attn", "mla_up_proj"]},
+    }
+    degrees = ("tensor_parallel", "pipeline_parallel", "sequence_parallel")
+    check(tmp_path, {"deepseek_v3": [{**recomputed, degree: 2} for degree in degrees]}, 2)
+    path = tmp_path / "deepseek_v3"
+    [(plain, again)] = run_ranks(count_rank, 1, path, [{}, recomputed])
+    layers, steps, passes = 3, 3, 3  # three micro-batches; one pass more of each says log-probs
+    assert plain == layers * passes * (steps + 1)
+    assert again == layers * passes * (2 * steps + 1)
 
 
 @pytest.mark.nightly
