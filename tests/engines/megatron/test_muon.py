@@ -23,7 +23,7 @@ from burnish.checkpoint.manager import Checkpoints
 from burnish.checkpoint.save import Contents, ModelContents
 from burnish.checkpoint.steps import newest
 from burnish.checkpoint.write_plan import MAIN
-from burnish.config.schema import OptimConfig
+from burnish.config.schema import LoraConfig, OptimConfig
 from burnish.distributed.layout import Layout
 from burnish.engines.base import Engine, Part
 from burnish.engines.megatron.megatron_engine import MegatronEngine
@@ -49,6 +49,7 @@ ALONE: dict[str, list[dict[str, Any]]] = {
     "glm4_moe": [TORCH, ONE, OFFLOADED],
 }
 """phi3 has queries, keys and values in one tensor, and gate and up too; glm4_moe an expert of all tokens."""
+ADAPTER = LoraConfig(rank=4, targets=["q_proj", "v_proj", "o_proj", "gate_proj", "down_proj"])
 TOGETHER: dict[str, list[dict[str, Any]]] = {
     "qwen3": [
         TORCH,
@@ -113,7 +114,8 @@ def train_rank(
     for settings in cases:
         # Nothing is clipped: the norms of engines differ in the last bit, and orthogonalizing in bf16 makes much of that.
         told = {"max_grad_norm": 1e6, "megatron": AFTERWARDS if gradients == "given" else {}}
-        engine = make_engine(layout, path, OPTIM, **told | settings)
+        lora = ADAPTER if path.name == "lora" else None
+        engine = make_engine(layout, path, OPTIM, lora=lora, **told | settings)
         step = newest(root) if root and root.exists() else None
         if step is not None:
             source = CheckpointSource(step, layout)
@@ -185,6 +187,16 @@ def test_every_kind_of_matrix_takes_the_torch_engines_steps(tmp_path: Path) -> N
 @pytest.mark.nightly
 def test_every_layout_takes_the_torch_engines_steps(tmp_path: Path) -> None:
     check(tmp_path, TOGETHER, 2)
+
+
+@pytest.mark.nightly
+def test_an_adapter_takes_the_torch_engines_steps(tmp_path: Path) -> None:
+    path = save_tiny(tmp_path / "lora", "qwen3", torch.float32)
+    ranks = run_ranks(train_rank, 2, path, [TORCH, ONE, TENSOR, PIPELINE])
+    wanted, *others = (together(of_case) for of_case in zip(*ranks, strict=True))
+    for found in others:
+        require_close(found, wanted, "adapter")
+    assert {name.partition("/")[0] for name in wanted if "/" in name} == {"momentum_buffer"}
 
 
 @pytest.mark.nightly
