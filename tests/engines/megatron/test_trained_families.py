@@ -164,6 +164,19 @@ def test_latents_are_recomputed(tmp_path: Path) -> None:
 
 
 @pytest.mark.nightly
+@pytest.mark.parametrize("family", ["deepseek_v2", "deepseek_v3"])
+def test_latent_attention_trains_so_on_four_processes(family: str, tmp_path: Path) -> None:
+    layouts: list[dict[str, Any]] = [
+        {"tensor_parallel": 4},
+        {"tensor_parallel": 2, "sequence_parallel": 2},
+        {"tensor_parallel": 2, "expert_tensor_parallel": 1, "expert_parallel": 2},
+        {"pipeline_parallel": 2, "expert_parallel": 2},
+        {"pipeline_parallel": 2, "sequence_parallel": 2},
+    ]
+    check(tmp_path, {family: layouts}, 4)
+
+
+@pytest.mark.nightly
 @pytest.mark.parametrize("family", TRAINED)
 def test_a_family_trains_so_on_two_processes(family: str, tmp_path: Path) -> None:
     left_out = "tensor without sequence parallelism" if family in MIXTURES else "experts"
