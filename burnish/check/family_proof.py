@@ -128,6 +128,9 @@ def compare_layout(
 
     `beside` is an engine at this layout whose groups are used. Raises `IncompatibleError` if the model cannot be computed.
     """
+    # A layout of stages is one of the whole model.
+    megatron = config.megatron.model_copy(update={"pipeline_model_parallel_layout": None})
+    config = config.model_copy(update={"megatron": megatron})
     with _computing(hf_config.get_text_config().model_type, lora):
         material = small_material(hf_config, config, lora)
         material = replace(material, examples=_with_columns(material.examples))

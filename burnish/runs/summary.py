@@ -149,7 +149,8 @@ def _megatron(engine: EngineConfig, world: int) -> str:
         parts.append(f"stages {engine.megatron.pipeline_model_parallel_layout}")
     if engine.activation_checkpointing == "selective":
         parts.append(f"{' and '.join(engine.megatron.recompute_modules)} recomputed")
-    parts.append(f"experts reached by {engine.megatron.moe_token_dispatcher_type}")
+    if engine.expert_parallel > 1:
+        parts.append(f"experts reached by {engine.megatron.moe_token_dispatcher_type}")
     return ", ".join(parts)
 
 

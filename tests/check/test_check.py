@@ -265,10 +265,14 @@ def test_an_adapter_is_compared(root: Path, tmp_path: Path) -> None:
 
 
 def megatron(
-    root: Path, family: str, settings: dict[str, Any], layers: int, **degrees: int
+    root: Path, family: str, settings: dict[str, Any], layers: int, **degrees: Any
 ) -> RunConfig:
     engine = {"kind": "megatron", "precision": "fp32"} | degrees
     return of_family(root, family, settings, {"num_hidden_layers": layers}, engine=engine)
+
+
+UNEVEN = {"pipeline_model_parallel_layout": "Et|t*11L"}
+"""Of a model that has more layers than the small one."""
 
 
 @pytest.mark.nightly
@@ -277,6 +281,7 @@ def test_layouts_of_the_megatron_engine_pass(root: Path) -> None:
         Case(megatron(root, "qwen3", RL, 4, tensor_parallel=2)),
         Case(megatron(root, "llama", SFT, 4, pipeline_parallel=2, virtual_stages=2)),
         Case(megatron(root, "qwen3_moe", RL, 4, expert_parallel=2)),
+        Case(megatron(root, "llama", SFT, 12, pipeline_parallel=2, megatron=UNEVEN)),
     ]
     for found in checked(2, *cases):
         assert (found.refusal, found.worst < 1e-5) == ("", True)
