@@ -175,6 +175,12 @@ FAMILIES: Mapping[str, Family] = {
         shared_expert="shared_mlp",
     ),
     **dict.fromkeys(("ernie4_5", "helium"), _undescribed(rotates_neighbours=True)),
+    "ernie4_5_moe": _undescribed(
+        rotates_neighbours=True,
+        has_router=True,
+        router_bias="moe_statics.e_score_correction_bias",
+        shared_expert="shared_experts",
+    ),
     "glm": _undescribed(rotates_neighbours=True, projections=_FUSED_MLP),
     "glm4": _undescribed(block_norms=_GLM4_NORMS, rotates_neighbours=True, projections=_FUSED_MLP),
     "phi3": _undescribed(qkv_name="qkv_proj", projections=_FUSED_MLP),
@@ -309,7 +315,7 @@ class ModelSizes:
         )
 
 
-EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
+EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 """Fields of config.json that hold the number of experts of a layer."""
 SIZE_FIELDS = (
     "num_hidden_layers",
@@ -382,6 +388,10 @@ def layers_with_experts(fields: Mapping[str, Any]) -> list[int]:
     layers = range(_size(fields, "num_hidden_layers"))
     if kinds := fields.get("mlp_layer_types"):
         return [index for index, kind in zip(layers, kinds, strict=False) if kind == "sparse"]
+    if every_nth := fields.get("moe_layer_interval"):
+        last = fields.get("moe_layer_end_index", -1) % len(layers)
+        some = layers[fields.get("moe_layer_start_index", 0) : last + 1]
+        return [index for index in some if (index + 1) % every_nth == 0]
     first = fields.get("first_k_dense_replace") or 0
     others = layers[first:]
     return [index for index in others if index not in dense and (index + 1) % every == 0]

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
-from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from burnish.algorithms.aggregation import aggregation
 from burnish.boxes.shards import Shard
@@ -336,18 +335,11 @@ def _routed(model: PreTrainedModel) -> list[list[tuple[Tensor, Tensor]]]:
 
 
 def _balance(model: PreTrainedModel, routed: list[list[tuple[Tensor, Tensor]]]) -> Tensor:
-    """Return the load-balancing loss of all tokens: transformers' own, but of shares of sigmoids (arXiv 2412.19437, equation 19).
-
-    transformers' own does not know groups of experts.
-    """
-    logits = [torch.cat([each for each, _ in calls]) for calls in routed]
-    _, experts, chosen = router_sizes(model.config)
-    text = model.config.get_text_config()
-    by_sigmoid = family_of(text.model_type).scores_by_sigmoid
-    if not by_sigmoid and getattr(text, "topk_method", "greedy") == "greedy":
-        return load_balancing_loss_func(tuple(logits), experts, chosen)
-    joined = torch.cat(logits)
-    scores = joined.sigmoid() if by_sigmoid else joined.softmax(-1)
+    """Return the load-balancing loss of all tokens (arXiv 2101.03961, equations 4 to 6), of what routers chose."""
+    _, experts, _ = router_sizes(model.config)
+    family = family_of(model.config.get_text_config().model_type)
+    logits = torch.cat([each for calls in routed for each, _ in calls])
+    scores = logits.sigmoid() if family.scores_by_sigmoid else logits.softmax(dim=-1)
     choices = torch.cat([each for calls in routed for _, each in calls]).flatten()
     load = torch.bincount(choices, minlength=experts).float() / len(scores)
     return experts * torch.dot(load, (scores / scores.sum(-1, keepdim=True)).mean(0))

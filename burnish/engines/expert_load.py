@@ -10,7 +10,7 @@ gradient and no optimizer state. `burnish.models.routing` has the loss.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 import torch.distributed as dist
@@ -18,6 +18,7 @@ from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
 from burnish.distributed.layout import Layout
+from burnish.engines.optim.optimizer import local
 from burnish.errors import IncompatibleError, UsageError
 from burnish.families import family_of, names_of
 from burnish.models.routing import (
@@ -98,11 +99,12 @@ def _imbalance(counts: Tensor) -> Stats:
 
 
 def biases_of(model: PreTrainedModel) -> Iterator[tuple[int, Tensor]]:
-    """Yield each router's number and bias [E], in a model of transformers."""
+    """Yield each router's number and this rank's part of its bias, in a model of transformers."""
     mixtures = (each.mlp for each in model.base_model.layers if hasattr(each.mlp, "experts"))
     for number, mixture in enumerate(mixtures):
-        buffers = mixture.named_buffers()
-        yield number, next(b for name, b in buffers if name.endswith("e_score_correction_bias"))
+        held = (*mixture.named_buffers(), *mixture.named_parameters())
+        bias = next(each for name, each in held if name.endswith("e_score_correction_bias"))
+        yield number, local(bias.detach())
 
 
 class BiasUpdates:
@@ -110,16 +112,16 @@ class BiasUpdates:
 
     def __init__(
         self,
-        biases: Iterable[tuple[int, Tensor]],
+        biases: Callable[[], Iterable[tuple[int, Tensor]]],
         sizes: tuple[int, int, int],
         rate: float,
         layout: Layout,
+        device: torch.device,
     ) -> None:
-        """`biases` [E] are those that this rank holds, with their routers' numbers; `sizes` those of `router_sizes`."""
-        self._biases = dict(biases)
+        """`biases` returns those that this rank holds, all or nothing of each, with their routers' numbers; `sizes` are those of `router_sizes`."""
+        self._biases = biases
         self._rate = rate
         self._layout = layout
-        device = next((bias.device for bias in self._biases.values()), None)
         # Whole numbers, but while several ranks compute a row each counts a part.
         self._counts = torch.zeros(sizes[:2], dtype=torch.float64, device=device)
 
@@ -138,6 +140,7 @@ class BiasUpdates:
         counts = self._counts.round().long()
         self._counts.zero_()
         moves = (counts.sum(dim=1, keepdim=True) - counts.shape[1] * counts).sign()
-        for router, bias in () if is_skipped else self._biases.items():
-            bias += self._rate * moves[router]
+        for router, bias in () if is_skipped else self._biases():
+            if bias.numel():
+                bias += self._rate * moves[router].view_as(bias)
         return _imbalance(counts)

@@ -121,7 +121,8 @@ class ShardedEngine(Engine):
         from burnish.engines.expert_load import BiasUpdates
 
         rate = self._config.router_bias_update_rate
-        return BiasUpdates(self._router_biases(), self._router_sizes, rate, self.layout)
+        place = self.layout, self._device
+        return BiasUpdates(self._router_biases, self._router_sizes, rate, *place)
 
     @abstractmethod
     def _router_biases(self) -> Iterable[tuple[int, Tensor]]:

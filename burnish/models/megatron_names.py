@@ -118,7 +118,9 @@ def regions_of(
             seat = expert
             projections = family.expert_projections
             module = f"{module}.experts.{of_expert[1]}"
-        cut, name = IN_LAYER.get(rest, ("", ""))
+        # Megatron's stacked experts are not those of a checkpoint: gate is above up.
+        known = not (of_expert and family.stacks_experts)
+        cut, name = IN_LAYER.get(rest, ("", "")) if known else ("", "")
         if of_expert or rest.startswith("mlp.router."):
             name = name.replace("mlp", module, 1)
     absent = {"{shared}": not family.shared_expert, "{bias}": not family.router_bias}

@@ -282,7 +282,7 @@ def count_flops(hf_config: PretrainedConfig) -> ModelFlops:
 
 
 def _active_weights(model: nn.Module, config: PretrainedConfig) -> Iterator[float]:
-    chosen = getattr(config, "num_experts_per_tok", None)
+    chosen = getattr(config, "num_experts_per_tok", getattr(config, "moe_topk", None))
     if isinstance(chosen, list):  # one number per layer
         chosen = sum(chosen) / len(chosen)
     counts = [getattr(config, name, None) for name in EXPERT_COUNTS]

@@ -336,6 +336,16 @@ def test_the_balance_of_experts_is_compared(root: Path) -> None:
         evened(root, "qwen3_moe", RL, kind="megatron", expert_parallel=2),
         evened(root, "glm4_moe", RL),
         evened(root, "glm4_moe", RL, kind="megatron", pipeline_parallel=2),
+        evened(root, "gpt_oss", RL, kind="megatron", tensor_parallel=2),
+        evened(root, "ernie4_5_moe", RL, router_bias_update_rate=0.01),
+        evened(
+            root,
+            "ernie4_5_moe",
+            RL,
+            kind="megatron",
+            expert_parallel=2,
+            router_bias_update_rate=0.01,
+        ),
     ]
     for config, found in zip(configs, checked(2, *map(Case, configs)), strict=True):
         assert found.refusal == "", config.engine

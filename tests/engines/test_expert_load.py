@@ -119,9 +119,12 @@ def test_biases_follow_the_load_of_a_whole_step(tmp_path: Path, world: int) -> N
 
 
 @pytest.mark.nightly
-def test_biases_beside_a_router_do_so_too(tmp_path: Path) -> None:
-    path = save_tiny(tmp_path / "m", "minimax_m2", torch.float32)
-    require_updated(path, 2, [LAYOUTS[2][1], LAYOUTS[2][3], LAYOUTS[2][4]])
+@pytest.mark.parametrize("family", ["minimax_m2", "ernie4_5_moe"])
+def test_biases_beside_a_router_or_that_ranks_divide_do_so_too(tmp_path: Path, family: str) -> None:
+    path = save_tiny(tmp_path / "m", family, torch.float32)
+    kept = ("tensor_parallel", "virtual_stages")
+    layouts = [each for each in LAYOUTS[2] if "kind" in each or not set(kept) & set(each)]
+    require_updated(path, 2, [each for each in layouts if "virtual_stages" not in each])
 
 
 def test_biases_stay_as_loaded_where_nothing_is_said(tmp_path: Path) -> None:

@@ -341,7 +341,7 @@ def _of_experts(
 ) -> dict[str, Any]:
     in_fp32: dict[str, Any] = {}
     by_sigmoid = traits.family.scores_by_sigmoid
-    if by_sigmoid or traits.topk_method:
+    if by_sigmoid or traits.choice_bias or traits.topk_method:
         limits = by_sigmoid or traits.topk_method == "group_limited_greedy"
         in_fp32 = {
             "moe_router_score_function": "sigmoid" if by_sigmoid else "softmax",
@@ -476,7 +476,7 @@ def _layer(
     shared = MLPSubmodules(linear_fc1=modules.plain_column, linear_fc2=modules.row)
     routed = MoESubmodules(
         experts=STACKED_EXPERTS if traits.family.stacks_experts else modules.experts,
-        router=partial(PlainRouter, has_bias=traits.router_bias),
+        router=partial(PlainRouter, has_bias=traits.router_bias, choice_bias=traits.choice_bias),
         shared_experts=ModuleSpec(module=SharedExpert, submodules=shared),
     )
     experts = ModuleSpec(module=modules.mixture, submodules=routed)

@@ -46,6 +46,8 @@ from burnish.models.routing import Routing, sigmoid_weights
 
 _ALIGNED_BYTES = 16
 """In grouped matrix products, every row and column must begin at a multiple of this many bytes."""
+# Least sum of probabilities to divide by, as ERNIE 4.5 does.
+_LEAST_SUM = 1e-12
 Rotation = tuple[Tensor, Tensor]
 
 
@@ -275,8 +277,14 @@ class PlainRouter(TopKRouter):
     The load-balancing loss is that of the whole step, not Megatron's of a micro-batch.
     """
 
-    def __init__(self, *args: Any, has_bias: bool = False, **options: Any) -> None:
-        """`has_bias`: logits have a bias, which is trained."""
+    def __init__(
+        self,
+        *args: Any,
+        has_bias: bool = False,
+        choice_bias: tuple[int, ...] | None = None,
+        **options: Any,
+    ) -> None:
+        """`has_bias`: logits have a bias, which is trained. `choice_bias`: shape of the bias that chooses experts."""
         super().__init__(*args, **options)
         # Megatron makes the weight on the host and moves it at its first use. Move it now.
         self.weight = _on_device(self.get_parameter("weight"))
@@ -286,11 +294,10 @@ class PlainRouter(TopKRouter):
             vars(self.bias).update(marks)
         self.by_sigmoid = self.config.moe_router_score_function == "sigmoid"
         self.in_fp32 = self.config.moe_router_dtype == "fp32"
-        if self.by_sigmoid:
+        if choice_bias is not None:
             del self.expert_bias  # None, since Megatron would update its own
-            experts = self.config.num_moe_experts
             device = torch.cuda.current_device()
-            bias = torch.zeros(experts, dtype=torch.float32, device=device)
+            bias = torch.zeros(choice_bias, dtype=torch.float32, device=device)
             self.register_buffer("expert_bias", bias)
         self.number = 0
         self.instructions: Routing | None = None
@@ -313,7 +320,7 @@ class PlainRouter(TopKRouter):
         scores = logits
         if self.by_sigmoid:
             scores = logits.sigmoid()
-        elif softmax_first:
+        elif softmax_first or self.expert_bias is not None:
             scores = logits.softmax(dim=-1, dtype=torch.float32).type_as(logits)
         if routing is None or routing.prescribed is None:
             chosen = self._ranked(scores).topk(self.topk, dim=1).indices
@@ -323,10 +330,12 @@ class PlainRouter(TopKRouter):
         if self.by_sigmoid:
             factor = self.config.moe_router_topk_scaling_factor
             weights = sigmoid_weights(weights, factor, normalizes=not softmax_first)
-        elif not softmax_first:
+        elif softmax_first:
+            weights = weights * (self.config.moe_router_topk_scaling_factor or 1.0)
+        elif self.expert_bias is not None:
+            weights = weights / weights.sum(dim=-1, keepdim=True).clamp(min=_LEAST_SUM)
+        else:
             weights = weights.softmax(dim=-1, dtype=torch.float32).type_as(logits)
-        elif factor := self.config.moe_router_topk_scaling_factor:
-            weights = weights * factor
         if routing is not None:
             weights = routing.settle(
                 self.number, logits, chosen, weights, by_sigmoid=self.by_sigmoid
@@ -339,7 +348,7 @@ class PlainRouter(TopKRouter):
 
         Those have the highest maximum of softmax, or the highest sum of two sigmoids.
         """
-        ranked = scores + self.expert_bias if self.by_sigmoid else scores
+        ranked = scores if self.expert_bias is None else scores + self.expert_bias
         groups = self.config.moe_router_num_groups or 1
         if groups == 1:
             return ranked

@@ -27,6 +27,7 @@ _OF_LATENTS = [
     *("q_proj.weight", "q_a_proj.weight", "q_a_layernorm.weight", "q_b_proj.weight"),
     *(f"{_LATENT}.weight", "kv_a_layernorm.weight", "kv_b_proj.weight"),
 ]
+_CHOICE_BIAS = "e_score_correction_bias"
 _EXPERTS = ("experts.gate_up_proj", "experts.down_proj")
 
 
@@ -99,6 +100,8 @@ class ModelTraits:
     """The projections of dense MLPs have biases."""
     router_bias: bool
     """Routers' logits have a bias that is trained."""
+    choice_bias: tuple[int, ...] | None
+    """Shape of the routers' bias that chooses experts (`Family.router_bias`); None: there is none."""
     activation_limit: float | None
     """Bound of an expert's gate from above, and of its other factor from both sides; None: no bound."""
     block_norms: tuple[str, str, str, str]
@@ -155,6 +158,8 @@ def model_traits(hf_config: PretrainedConfig) -> ModelTraits:
         family = replace(family, query_norms="none")
     values = getattr(attention, family.qkv_name.format(part="v"), None)
     latent = _latent(attention, hf_config, family) if hasattr(attention, _LATENT) else None
+    held = (*layers.named_buffers(), *layers.named_parameters())
+    biases = (tuple(each.shape) for name, each in held if name.endswith(_CHOICE_BIAS))
     names = [name for name, _ in layers.named_parameters()]
     alpha = hf_config.swiglu_alpha if family.stacks_experts else None
     by_type = any(isinstance(each, Mapping) for each in hf_config.rope_parameters.values())
@@ -178,6 +183,7 @@ def model_traits(hf_config: PretrainedConfig) -> ModelTraits:
         qkv_bias=getattr(values, "bias", None) is not None,
         out_bias=attention.o_proj.bias is not None,
         mlp_bias=any(f".{family.projections[2]}.bias" in name for name in names),
+        choice_bias=next(biases, None),
         router_bias=any(name.endswith(f"mlp.{family.router_module}.bias") for name in names),
         block_norms=(norms[0], norms[1], norms[2], norms[3]),
         embedding_factors=(scale, getattr(hf_config, "embedding_multiplier", 1.0)),
@@ -250,6 +256,7 @@ def _computed(family: Family, latent: bool) -> set[str]:
     mlp += [f"{family.shared_expert}.{name}" for name in mlp] if family.shared_expert else []
     mlp += [f"{name}.bias" for name in family.projections]
     mlp += [*_EXPERTS, f"{family.shared_expert}_gate.weight", f"{family.router_module}.weight"]
+    mlp += [f"{family.router_module}.{family.router_bias}"] if family.router_bias else []
     if family.stacks_experts:
         mlp += [f"{family.router_module}.bias", *(f"{name}_bias" for name in _EXPERTS)]
     norms = family.query_norm_names if family.query_norms != "none" else ()

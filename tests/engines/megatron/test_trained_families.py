@@ -27,6 +27,7 @@ MIXTURES = [name for name in TRAINED if FAMILIES[name].has_router]
 BY_DAY = ("glm4_moe", "olmo2")
 SEEDS = {
     "deepseek_v2": 1,
+    "ernie4_5_moe": 3,
     "flex_olmo": 1,
     "glm4_moe": 1,
     "glm4_moe_lite": 2,
@@ -93,10 +94,13 @@ def wanted_of(path: Path) -> dict[str, Any]:
     model = AutoModelForCausalLM.from_pretrained(
         path, dtype=torch.float32, attn_implementation="eager"
     ).eval()
+    for name, each in model.named_parameters():  # ERNIE's chooses experts, so it has no gradient
+        each.requires_grad_(not name.endswith("e_score_correction_bias"))
     wanted = train_by_hand(model, make_examples(VOCAB))
     slots: dict[str, Tensor] = {}
     for slot in ("exp_avg", "exp_avg_sq"):
-        of_slot = {n: wanted["slots"][f"{slot}/{n}"] for n, _ in model.named_parameters()}
+        trained = [name for name, each in model.named_parameters() if each.requires_grad]
+        of_slot = {name: wanted["slots"][f"{slot}/{name}"] for name in trained}
         slots |= canonical(model, of_slot, f"{slot}/")
     gradients = canonical(model, wanted["gradients"])
     return {**wanted, "gradients": gradients, "weights": canonical(model), "slots": slots}

@@ -94,10 +94,11 @@ def record_routed(model: PreTrainedModel) -> Routed:
 
 
 def balancing_loss(model: PreTrainedModel, routed: Routed) -> Tensor:
-    """transformers' own, of all tokens; that of the paper if routers score by sigmoid, or choose within groups."""
+    """transformers' own, of all tokens; that of the paper if routers choose with a bias or within groups."""
     of_layers = tuple(torch.cat([logits for logits, _ in calls]) for calls in routed)
     _, count, chosen = router_sizes(model.config)
-    if by_sigmoid(model) or hasattr(model.config, "topk_method"):
+    family = FAMILIES[model.config.model_type]
+    if family.router_bias or hasattr(model.config, "topk_method"):
         score = torch.sigmoid if by_sigmoid(model) else torch.exp
         shares = torch.cat([(each / each.sum(-1, keepdim=True)) for each in map(score, of_layers)])
         experts = torch.cat([each for calls in routed for _, each in calls])

@@ -229,6 +229,14 @@ ON_MEGATRON: dict[str, dict[str, Any]] = {
     },
     "gemma": {"head_dim": 16, "tie_word_embeddings": True},
     "ernie4_5": {"head_dim": 16},
+    "ernie4_5_moe": {
+        "head_dim": 16,
+        "moe_num_experts": 4,
+        "moe_k": 2,
+        "moe_intermediate_size": 24,
+        "moe_num_shared_experts": 2,
+        "num_hidden_layers": 3,
+    },
     "helium": {"head_dim": 8},
     "hyperclovax": {
         "use_post_norm": True,
