@@ -121,6 +121,36 @@ def test_it_draws_ahead_as_the_torch_engine_does(work):
     assert_same(run, done(work, *argv, "name=ahead_torch"))
 
 
+GPT_OSS = {
+    **FRESH,
+    "model_type": "gpt_oss",
+    "head_dim": 8,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "sliding_window": 7,
+    "swiglu_limit": 0.5,
+}
+CHAIN = [
+    [MEGATRON, LAYOUTS["TP 2"]],
+    ["engine.sequence_parallel=2"],
+    [MEGATRON, LAYOUTS["PP 2"]],
+    [MEGATRON, "engine.expert_parallel=2"],
+]
+
+
+@pytest.mark.nightly
+def test_gpt_oss_goes_on_from_engine_to_engine(work):
+    argv = ["sft", "sft.yaml", f"model.fresh={json.dumps(GPT_OSS)}", "optim.lr=0.003"]
+    wanted = weights(done(work, *argv, "name=gpt_oss", "steps=5", "checkpoint.save_every=5"))
+    for steps, engine in enumerate(CHAIN, 1):
+        done(work, *argv, "name=gpt_oss_goes_on", f"steps={steps}", *engine, world=2)
+    found = weights(done(work, *argv, "name=gpt_oss_goes_on", "steps=5"))
+    assert found.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        if "model/model.safetensors" in name:
+            torch.testing.assert_close(found[name], tensor, rtol=1e-2, atol=1e-4)
+
+
 @pytest.mark.nightly
 def test_biases_of_routers_go_on_in_the_other_engine(work):
     """Biases that follow the load, to the bit, in a model that is saved in bf16."""
