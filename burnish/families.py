@@ -120,12 +120,10 @@ class Family:
 
 _undescribed = partial(Family, described=False)
 _on_torch = partial(_undescribed, on_megatron=False)
-_by_sigmoid = partial(
-    _undescribed,
-    has_router=True,
-    scores_by_sigmoid=True,
-    router_bias="gate.e_score_correction_bias",
-    shared_expert="shared_experts",
+_mixture = partial(_undescribed, has_router=True, shared_expert="shared_experts")
+_by_sigmoid = partial(_mixture, scores_by_sigmoid=True, router_bias="gate.e_score_correction_bias")
+_of_hunyuan = partial(
+    _undescribed, query_norms="head", query_norm_names=_LONG_NAMES, norms_rotated=True
 )
 FAMILIES: Mapping[str, Family] = {
     "llama": Family(optional_biases=("attention_bias", "mlp_bias")),
@@ -163,23 +161,13 @@ FAMILIES: Mapping[str, Family] = {
     "qwen2_moe": _undescribed(has_router=True, shared_expert="shared_expert"),
     **dict.fromkeys(("cwm", "granite", "ministral", "seed_oss", "smollm3"), _undescribed()),
     "exaone4": _undescribed(block_norms=_NORMS_BEHIND, query_norms="head", rotates_in_windows=True),
-    "hunyuan_v1_dense": _undescribed(
-        query_norms="head", query_norm_names=_LONG_NAMES, norms_rotated=True
-    ),
-    "hunyuan_v1_moe": _undescribed(
-        query_norms="head",
-        query_norm_names=_LONG_NAMES,
-        norms_rotated=True,
-        has_router=True,
-        router_module="gate.wg",
-        shared_expert="shared_mlp",
+    "hunyuan_v1_dense": _of_hunyuan(),
+    "hunyuan_v1_moe": _of_hunyuan(
+        has_router=True, router_module="gate.wg", shared_expert="shared_mlp"
     ),
     **dict.fromkeys(("ernie4_5", "helium"), _undescribed(rotates_neighbours=True)),
-    "ernie4_5_moe": _undescribed(
-        rotates_neighbours=True,
-        has_router=True,
-        router_bias="moe_statics.e_score_correction_bias",
-        shared_expert="shared_experts",
+    "ernie4_5_moe": _mixture(
+        rotates_neighbours=True, router_bias="moe_statics.e_score_correction_bias"
     ),
     "glm": _undescribed(rotates_neighbours=True, projections=_FUSED_MLP),
     "glm4": _undescribed(block_norms=_GLM4_NORMS, rotates_neighbours=True, projections=_FUSED_MLP),
@@ -202,12 +190,7 @@ FAMILIES: Mapping[str, Family] = {
     "solar_open": _by_sigmoid(),
     **dict.fromkeys(("minicpm3", "youtu"), _undescribed(query_norm_names=_LATENT_NORMS)),
     **dict.fromkeys(("deepseek_v3", "glm4_moe_lite"), _by_sigmoid(query_norm_names=_LATENT_NORMS)),
-    "deepseek_v2": _undescribed(
-        has_router=True,
-        rotates_neighbours=True,
-        query_norm_names=_LATENT_NORMS,
-        shared_expert="shared_experts",
-    ),
+    "deepseek_v2": _mixture(rotates_neighbours=True, query_norm_names=_LATENT_NORMS),
     "gpt_oss": _undescribed(
         has_router=True, softmax_of_chosen=True, router_module="router", stacks_experts=True
     ),

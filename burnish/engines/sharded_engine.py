@@ -116,11 +116,10 @@ class ShardedEngine(Engine):
     @cached_property
     def _bias_updates(self) -> Any:
         """`burnish.engines.expert_load.BiasUpdates`; None: biases stay as loaded."""
-        if not self._config.router_bias_update_rate:
+        if not (rate := self._config.router_bias_update_rate):
             return None
         from burnish.engines.expert_load import BiasUpdates
 
-        rate = self._config.router_bias_update_rate
         place = self.layout, self._device
         return BiasUpdates(self._router_biases, self._router_sizes, rate, *place)
 
