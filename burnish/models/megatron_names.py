@@ -43,12 +43,14 @@ IN_LAYER = {
     "self_attention.linear_qkv.bias": ("qkv", "self_attn.{qkv}.bias"),
     "self_attention.linear_q_proj.weight": ("rows", "self_attn.q_proj.weight"),
     "self_attention.linear_q_down_proj.weight": ("whole", "self_attn.q_a_proj.weight"),
+    "self_attention.linear_q_down_proj.bias": ("whole", "self_attn.q_a_proj.bias"),
     "self_attention.linear_q_up_proj.weight": ("rows", "self_attn.q_b_proj.weight"),
     "self_attention.linear_q_up_proj.layer_norm_weight": (
         "whole",
         "self_attn.q_a_layernorm.weight",
     ),
     "self_attention.linear_kv_down_proj.weight": ("whole", "self_attn.kv_a_proj_with_mqa.weight"),
+    "self_attention.linear_kv_down_proj.bias": ("whole", "self_attn.kv_a_proj_with_mqa.bias"),
     "self_attention.kv_layernorm.weight": ("whole", "self_attn.kv_a_layernorm.weight"),
     "self_attention.linear_kv_up_proj.weight": ("rows", "self_attn.kv_b_proj.weight"),
     "self_attention.linear_kv_up_proj.layer_norm_weight": (

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import pytest
 import torch
@@ -58,18 +58,8 @@ def fused(
             f"{ours}.self_attention.linear_proj.weight",
             columns(f"{theirs}.self_attn.o_proj.weight"),
         )
+        yield from latents(held, layer, rows)
         for mine, name in (
-            ("linear_q_up_proj", "q_b_proj"),
-            ("linear_kv_up_proj", "kv_b_proj"),
-        ):
-            if f"{theirs}.self_attn.{name}.weight" in held:
-                cut = rows(held[f"{theirs}.self_attn.{name}.weight"])
-                yield f"{ours}.self_attention.{mine}.weight", cut
-        for mine, name in (
-            ("self_attention.linear_q_down_proj", "self_attn.q_a_proj"),
-            ("self_attention.linear_kv_down_proj", "self_attn.kv_a_proj_with_mqa"),
-            ("self_attention.q_layernorm", "self_attn.q_a_layernorm"),
-            ("self_attention.kv_layernorm", "self_attn.kv_a_layernorm"),
             ("input_layernorm", "input_layernorm"),
             ("pre_mlp_layernorm", "post_attention_layernorm"),
             ("self_attention.q_layernorm", "self_attn.q_norm"),
@@ -84,6 +74,30 @@ def fused(
             both = torch.cat([rows(held[gate]), rows(held[up])])
             yield f"{ours}.{mine}.linear_fc1.weight", both
             yield f"{ours}.{mine}.linear_fc2.weight", columns(down)
+
+
+def latents(
+    held: Mapping[str, Tensor], layer: int, rows: Callable[[Tensor], Tensor]
+) -> Iterator[tuple[str, Tensor]]:
+    ours, theirs = f"decoder.layers.{layer}.self_attention", f"model.layers.{layer}.self_attn"
+    for mine, name, is_cut in (
+        ("linear_q_down_proj", "q_a_proj", False),
+        ("linear_q_up_proj", "q_b_proj", True),
+        ("linear_kv_down_proj", "kv_a_proj_with_mqa", False),
+        ("linear_kv_up_proj", "kv_b_proj", True),
+        ("q_layernorm", "q_a_layernorm", False),
+        ("kv_layernorm", "kv_a_layernorm", False),
+    ):
+        if f"{theirs}.{name}.weight" in held:
+            weight = held[f"{theirs}.{name}.weight"]
+            yield f"{ours}.{mine}.weight", rows(weight) if is_cut else weight
+    for mine, name in (
+        ("linear_q_down_proj", "q_a_proj"),
+        ("linear_kv_down_proj", "kv_a_proj_with_mqa"),
+        ("linear_proj", "o_proj"),
+    ):
+        if f"{theirs}.{name}.bias" in held:
+            yield f"{ours}.{mine}.bias", held[f"{theirs}.{name}.bias"]
 
 
 def blocks(

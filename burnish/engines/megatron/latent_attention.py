@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -46,7 +47,8 @@ class LatentAttention(Attention):
         self.recomputes = recomputes
         self.traits = traits
         self.rotation = rotation
-        self.linear_kv_down_proj = whole_linear(config, traits.key_rank + traits.rotated)
+        down = partial(whole_linear, config, bias=traits.bias)
+        self.linear_kv_down_proj = down(traits.key_rank + traits.rotated)
         norms = {"config": config, "eps": traits.epsilon}
         self.kv_layernorm = build_module(
             submodules.kv_layernorm, hidden_size=traits.key_rank, **norms
@@ -61,7 +63,7 @@ class LatentAttention(Attention):
                 submodules.linear_q_proj, config.hidden_size, of_queries, "q_proj"
             )
             return
-        self.linear_q_down_proj = whole_linear(config, traits.query_rank)
+        self.linear_q_down_proj = down(traits.query_rank)
         self.q_layernorm = build_module(
             submodules.q_layernorm, hidden_size=traits.query_rank, **norms
         )

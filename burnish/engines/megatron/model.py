@@ -520,7 +520,7 @@ def _attention(
         linear_q_up_proj=modules.plain_column,
         linear_kv_up_proj=modules.plain_column,
         core_attention=partial(core, traits=replace(own, rotation=None)),
-        linear_proj=modules.row,
+        linear_proj=biased(modules.row) if traits.out_bias else modules.row,
         q_layernorm=modules.norm,
         kv_layernorm=modules.norm,
     )

@@ -24,8 +24,9 @@ _ACTIVATIONS: Mapping[str, Activation] = {
 }
 _LATENT = "kv_a_proj_with_mqa"
 _OF_LATENTS = [
-    *("q_proj.weight", "q_a_proj.weight", "q_a_layernorm.weight", "q_b_proj.weight"),
-    *(f"{_LATENT}.weight", "kv_a_layernorm.weight", "kv_b_proj.weight"),
+    *("q_proj.weight", "q_a_proj.weight", "q_a_proj.bias", "q_a_layernorm.weight"),
+    *("q_b_proj.weight", f"{_LATENT}.weight", f"{_LATENT}.bias", "kv_a_layernorm.weight"),
+    "kv_b_proj.weight",
 ]
 _CHOICE_BIAS = "e_score_correction_bias"
 _EXPERTS = ("experts.gate_up_proj", "experts.down_proj")
@@ -75,6 +76,8 @@ class LatentTraits:
     """Of the part that has one, of which all heads have the same key."""
     values: int
     """Of a head's values."""
+    bias: bool
+    """The projections to latents have biases."""
     neighbours: bool
     """See `Family.rotates_neighbours`."""
     epsilon: float
@@ -223,6 +226,7 @@ def _latent(attention: Any, hf_config: PretrainedConfig, family: Family) -> Late
         unrotated=attention.qk_nope_head_dim,
         rotated=attention.qk_rope_head_dim,
         values=attention.v_head_dim,
+        bias=getattr(attention, _LATENT).bias is not None,
         neighbours=getattr(hf_config, "rope_interleave", family.rotates_neighbours),
         epsilon=attention.kv_a_layernorm.variance_epsilon,
     )
@@ -262,8 +266,8 @@ def _computed(family: Family, latent: bool) -> set[str]:
     norms = family.query_norm_names if family.query_norms != "none" else ()
     qkv = {family.qkv_name.format(part=letter) for letter in "qkv"}
     attention = [f"{name}.{kind}" for name in qkv for kind in ("weight", "bias")]
-    attention = _OF_LATENTS if latent else [*attention, "o_proj.bias", "sinks"]
-    attention = [*attention, "o_proj.weight", *(f"{name}.weight" for name in norms)]
+    attention = _OF_LATENTS if latent else [*attention, "sinks"]
+    attention = [*attention, "o_proj.weight", "o_proj.bias", *(f"{name}.weight" for name in norms)]
     return {
         *(f"mlp.{name}" for name in mlp),
         *(f"self_attn.{name}" for name in attention),

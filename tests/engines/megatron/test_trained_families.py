@@ -32,6 +32,7 @@ SEEDS = {
     "glm4_moe": 1,
     "glm4_moe_lite": 2,
     "hunyuan_v1_moe": 1,
+    "youtu": 2,
 }
 """Of random weights. Of others AdamW makes whole steps of gradients that are nearly 0, of which rounding decides."""
 LAYOUTS: dict[str, dict[str, Any]] = {

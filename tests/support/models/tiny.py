@@ -197,7 +197,7 @@ ON_MEGATRON: dict[str, dict[str, Any]] = {
     },
     "glm4_moe_lite": {**_LATENT_OF_EXPERTS, "rope_interleave": False},
     "minicpm3": {**_LATENT, "scale_emb": 3, "scale_depth": 0.7, "dim_model_base": 16},
-    "youtu": {**_LATENT, "pad_token_id": None, "tie_word_embeddings": True},
+    "youtu": {**_LATENT, "attention_bias": True, "pad_token_id": None, "tie_word_embeddings": True},
     "dots1": {**_GROUPED, "layer_types": ["full_attention"] * 3, "norm_topk_prob": False},
     "exaone_moe": {
         **_GROUPED,
