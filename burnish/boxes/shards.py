@@ -54,7 +54,7 @@ def renamed(shard: Shard, names: Mapping[str, str]) -> Shard:
 
 @dataclass(frozen=True, slots=True)
 class Publication:
-    """This process's pieces of a model, to be read once."""
+    """This process's pieces of a model, to be read once. A piece may be a view; it is valid until the next one."""
 
     changing: Iterable[Shard]
     """Weights that training changes."""

@@ -12,9 +12,9 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager, suppress
+from dataclasses import dataclass
 from functools import partial
 from http.client import HTTPConnection, HTTPException
-from itertools import chain
 from typing import Any, BinaryIO, TypeVar, cast
 from urllib.parse import urlsplit
 
@@ -23,6 +23,7 @@ import torch
 
 from burnish.boxes.gather import Gather
 from burnish.boxes.shards import Publication, Shard, TensorSpec
+from burnish.boxes.transfer import accelerator_of
 from burnish.data.balance import share_evenly
 from burnish.distributed.collectives import any_rank, from_main, gather_objects
 from burnish.distributed.layout import Layout
@@ -32,6 +33,7 @@ from burnish.records import Completion, Request
 from burnish.rollout import messages
 from burnish.rollout.base import Generator, RunningRequest, Sampling, Watch
 from burnish.rollout.connections import PacedResponse, connection_to
+from burnish.rollout.staging import Staging, is_here, make_stagings
 
 log = logging.getLogger("burnish")
 
@@ -52,6 +54,19 @@ Revive = Callable[[Sequence[str], Sequence[str]], Mapping[str, tuple[str, str]]]
 
 class ServerLost(Exception):
     """A server is gone, hangs, or sends invalid messages."""
+
+
+@dataclass
+class Upload:
+    """Weights on their way to a server."""
+
+    connection: HTTPConnection
+    answer: PacedResponse | None = None
+    """What the server says before it has all weights."""
+    staging: Staging | None = None
+    """Memory that the server maps; without it, weights go over the connection."""
+    unread: int = 0
+    """Waves in that memory that the server has not read yet."""
 
 
 class Server:
@@ -92,34 +107,66 @@ class Server:
 
     @contextmanager
     def upload(
-        self, version: int, owner: str = "", *, anew: bool = False
-    ) -> Iterator[HTTPConnection]:
-        """Start to send `owner`'s weights, with `anew` fixed ones first. Yield the connection for `send` and `finish`."""
+        self,
+        version: int,
+        owner: str = "",
+        *,
+        anew: bool = False,
+        stagings: Sequence[Staging] = (),
+    ) -> Iterator[Upload]:
+        """Start to send `owner`'s weights, with `anew` fixed ones first. Yield the upload for `send` and `finish`.
+
+        A server on this machine maps the first of `stagings` that it can.
+        """
         with closing(self._connection()) as connection:
+            upload = Upload(connection)
             with self.losing():
-                fixed_flag = "&anew=1" if anew else ""
-                connection.putrequest(
-                    "PUT", f"/weights?version={version}&owner={owner}{fixed_flag}"
-                )
+                connection.connect()
+                may_map = bool(stagings) and is_here(connection.sock)
+                flags = "&anew=1" * anew + "&staging=1" * may_map
+                connection.putrequest("PUT", f"/weights?version={version}&owner={owner}{flags}")
                 connection.putheader("Authorization", self._headers["Authorization"])
                 connection.putheader("Transfer-Encoding", "chunked")
                 connection.endheaders()
-            yield connection
+                if may_map:
+                    self._offer(upload, stagings)
+            yield upload
 
-    def send(self, connection: HTTPConnection, message: messages.Parts) -> None:
+    def _offer(self, upload: Upload, stagings: Sequence[Staging]) -> None:
+        self.send(upload, messages.encode({"offers": [each.offer for each in stagings]}))
+        upload.answer = self.answer(upload.connection)
+        mapped = self.next(upload.answer).fields["mapped"]
+        if mapped is not None:
+            upload.staging = stagings[mapped]
+        else:
+            log.warning(
+                "weights go to %s through a socket: it cannot map memory of this process", self.url
+            )
+
+    def send(self, upload: Upload, message: messages.Parts) -> None:
         """Send a message of an upload."""
+        connection = upload.connection
         with self.losing():
+            connection.sock.settimeout(self.timeout)
             for part in message:
                 if len(part):
                     connection.send(b"%x\r\n" % len(part))
                     connection.send(part)
                     connection.send(b"\r\n")
 
-    def finish(self, connection: HTTPConnection) -> None:
+    def wait_read(self, upload: Upload, unread: int) -> None:
+        """Wait until the server has read all waves in shared memory but the last `unread`. Raises its own error too."""
+        with self.losing():
+            while upload.unread > unread:
+                self.next(cast(PacedResponse, upload.answer)).fields["read"]
+                upload.unread -= 1
+
+    def finish(self, upload: Upload) -> None:
         """Wait until the server holds the weights. Raises its own error too."""
         with self.losing():
-            connection.send(b"0\r\n\r\n")
-            with closing(self.answer(connection)) as answer:
+            upload.connection.send(b"0\r\n\r\n")
+            self.wait_read(upload, 0)
+            with closing(upload.answer or self.answer(upload.connection)) as answer:
                 self.next(answer)
 
     def complete(
@@ -258,6 +305,8 @@ class ServedGenerator(Generator):
         """Why each lost server is lost. On rank 0 the thread that draws may add one at any time."""
         self._owner = from_main(secrets.token_hex(8), layout)  # evaluations may share the servers
         self._gather: Gather | None = None
+        self._stagings: list[Staging] | None = None
+        """Memory for weights that servers on this machine map."""
         self._version: int | None = None
         self._ended: list[RunningRequest] = []
         self._share_of: dict[tuple[int, int], int] = {}
@@ -380,12 +429,21 @@ class ServedGenerator(Generator):
             self._gather = Gather(shards, self._specs, self._layout)
         self._revive_lost()
         new = set(self._fed) - self._have_fixed if self._fixed else set[Server]()
-        uploads: dict[Server, HTTPConnection] = {}
+        uploads: dict[Server, Upload] = {}
+        if self._stagings is None and self._fed:
+            specs = [*self._specs, *self._fixed]
+            self._stagings = make_stagings(specs, accelerator_of(shards))
+        stagings = self._stagings or []
         with ExitStack() as stack:
             for server in self._fed:
                 with self._losing(server):
-                    upload = server.upload(version, self._owner, anew=server in new)
+                    upload = server.upload(
+                        version, self._owner, anew=server in new, stagings=stagings
+                    )
                     uploads[server] = stack.enter_context(upload)
+            if uploads:
+                used = [upload.staging for upload in uploads.values()]
+                self._stagings = [staging for staging in stagings if staging in used]
             if any_rank(bool(new), self._layout):
                 fixed = list(weights.fixed)
                 pieces = Gather(fixed, self._fixed, self._layout).run(fixed)
@@ -400,13 +458,44 @@ class ServedGenerator(Generator):
         self._loaded = self._servers
         self._version = version
 
-    def _send(self, pieces: Iterator[Shard], uploads: Mapping[Server, HTTPConnection]) -> None:
+    def _send(self, pieces: Iterator[Shard], uploads: Mapping[Server, Upload]) -> None:
         """Send pieces of weights, then `LAST`. Collective."""
-        encoded = (messages.encode_shard(piece) if uploads else [] for piece in pieces)
-        for message in chain(encoded, [messages.LAST]):
-            for server in uploads.keys() & self._fed:
-                with self._losing(server):
-                    server.send(uploads[server], message)
+        by_staging: dict[Staging | None, dict[Server, Upload]] = {}
+        for server, upload in uploads.items():
+            by_staging.setdefault(upload.staging, {})[server] = upload
+        for piece in pieces:
+            for staging, some in by_staging.items():
+                if staging is None:
+                    self._send_message(messages.encode_shard(piece), some)
+                else:
+                    self._stage(piece, staging, some)
+        for staging, some in by_staging.items():
+            if staging is not None:
+                self._hand_over(staging, some)
+        self._send_message(messages.LAST, uploads)
+
+    def _send_message(self, message: messages.Parts, uploads: Mapping[Server, Upload]) -> None:
+        for server in uploads.keys() & self._fed:
+            with self._losing(server):
+                server.send(uploads[server], message)
+
+    def _stage(self, piece: Shard, staging: Staging, uploads: Mapping[Server, Upload]) -> None:
+        """Write a piece into memory that the servers map."""
+        for part in staging.parts(piece):
+            if not staging.has_room(part):
+                self._hand_over(staging, uploads)
+            if staging.is_empty:
+                for server in uploads.keys() & self._fed:
+                    with self._losing(server):
+                        server.wait_read(uploads[server], 1)  # the other buffer
+            staging.write(part)
+
+    def _hand_over(self, staging: Staging, uploads: Mapping[Server, Upload]) -> None:
+        """Tell the servers what the current buffer holds."""
+        if not staging.is_empty:
+            self._send_message(staging.turn(), uploads)
+            for upload in uploads.values():
+                upload.unread += 1
 
     def _share_lost(self) -> list[str]:
         """Tell all ranks which servers are lost; return their urls. Collective."""
@@ -464,6 +553,8 @@ class ServedGenerator(Generator):
         for server in {*self._servers, *self._loaded}:
             self._lost[server] = f"{server.url}: no longer asked"
             server.hang_up()
+        for staging in self._stagings or ():
+            staging.close()
         self._end()
 
     @contextmanager

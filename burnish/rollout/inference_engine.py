@@ -207,7 +207,8 @@ def whole_tensors(
                 do="set rollout.engine=builtin",
             )
         if name not in begun:
-            begun[name] = torch.empty(shape, dtype=pending[name].dtype), math.prod(shape)
+            room = torch.empty(shape, dtype=pending[name].dtype, device=shard.tensor.device)
+            begun[name] = room, math.prod(shape)
         tensor, missing = begun.pop(name)
         tensor[shard.box.slices].copy_(shard.part(shard.box))
         missing -= shard.box.elements

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from itertools import pairwise
 from typing import Any, BinaryIO, NamedTuple, cast
@@ -94,12 +94,17 @@ def encode_shard(shard: Shard) -> Parts:
     return encode(fields, {"data": data})
 
 
-def read_shards(stream: BinaryIO) -> Iterator[Shard]:
-    """Yield pieces of weights up to `LAST`. Raises `NONSENSE`."""
+def read_shards(
+    stream: BinaryIO, read_wave: Callable[[Sequence[Any]], Iterator[Shard]] | None = None
+) -> Iterator[Shard]:
+    """Yield pieces of weights up to `LAST`. Raises `NONSENSE`. `read_wave` yields those that lie in shared memory."""
     while (message := read_message(stream)) is not None:
         fields = message.fields
         if fields.get("last"):
             return
+        if read_wave is not None and "wave" in fields:
+            yield from read_wave(fields["wave"])
+            continue
         dtype = getattr(torch, fields["dtype"])
         spec = TensorSpec(fields["name"], tuple(fields["shape"]), dtype)
         box = Box(tuple(fields["offsets"]), tuple(fields["sizes"]))

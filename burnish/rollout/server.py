@@ -1,6 +1,7 @@
 """Serve a generator over HTTP, for training in other processes.
 
-    PUT  /weights?version=N&owner=ID   pieces of all weights (`burnish.rollout.messages`); &anew=1: fixed ones first
+    PUT  /weights?version=N&owner=ID   pieces of all weights (`burnish.rollout.messages`); &anew=1: fixed ones first;
+                              &staging=1: after offers of memory that both map (`burnish.rollout.staging`)
     POST /completions         requests; answers with progress, then completions
     GET  /completions         running requests, then their partial completions
     POST /release             frees device memory
@@ -19,14 +20,19 @@ import logging
 import queue
 import threading
 import time
+import traceback
+from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, wait
-from contextlib import suppress
+from contextlib import closing, suppress
 from functools import partial
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler
+from itertools import chain
 from typing import Any, BinaryIO, cast
 from urllib.parse import parse_qsl, urlsplit
+
+import torch
 
 from burnish.boxes.shards import Publication
 from burnish.distributed.device import empty_cache
@@ -34,6 +40,7 @@ from burnish.distributed.listening import HttpServer, listen, url_of
 from burnish.errors import BurnishError
 from burnish.rollout import messages
 from burnish.rollout.base import Generator
+from burnish.rollout.staging import MappedStaging, first_mapped
 
 # Seconds between polls of a call, and between messages to its client.
 _POLL_SECONDS = 0.2
@@ -54,15 +61,18 @@ class GeneratorServer:
         host: str = "127.0.0.1",
         port: int = 0,
         timeout: float = 600.0,
+        device: torch.device | None = None,
     ) -> None:
         """Listen at once. Clients with the token can read `about`.
 
-        A client that is silent for `timeout` seconds within a request is gone. Raises `UsageError` if the address is taken.
+        The generator takes weights in memory of `device` too, if given. A client that is silent for `timeout` seconds within a request is gone. Raises `UsageError` if the address is taken.
         """
         self._generator = generator
         self._token = token
         self._about = dict(about)
         self._timeout = timeout
+        self.device = device or torch.device("cpu")
+        """Where the generator takes weights, besides host memory."""
         self._last_progress = time.monotonic()
         self._version: int | None = None
         self._owner = ""
@@ -125,12 +135,26 @@ class GeneratorServer:
         while not self._loads.empty():
             self._loads.get()()
 
-    def load_weights(self, body: BinaryIO, version: int, owner: str, anew: bool) -> None:
-        """Load a body's weights for `owner`; until all have arrived there is no version."""
+    def load_weights(
+        self,
+        body: BinaryIO,
+        version: int,
+        owner: str,
+        anew: bool,
+        staging: MappedStaging | None = None,
+    ) -> None:
+        """Load a body's weights for `owner`; until all have arrived there is no version. They may lie in `staging`."""
         self._version = None
         self._owner = owner
-        fixed = messages.read_shards(body) if anew else ()
-        self._generator.load_weights(Publication(messages.read_shards(body), fixed, anew), version)
+        read = partial(messages.read_shards, body, staging.read if staging else None)
+        fixed = read() if anew else iter(())
+        changing = read()
+        try:
+            self._generator.load_weights(Publication(changing, fixed, anew), version)
+            deque(chain(fixed, changing), maxlen=0)  # what the generator has left
+        except Exception as error:
+            traceback.clear_frames(error.__traceback__)  # they have views of the sender's memory
+            raise
         body.read()
         self._version = version
 
@@ -252,7 +276,32 @@ class _Handler(BaseHTTPRequestHandler):
             return
         body = io.BufferedReader(_Body(self))
         load = partial(self._server.load_weights, body, int(version), owner, bool(anew))
-        self._answer(_result_of(self._server.call(load, between_steps=True)))
+        if "staging" in query:
+            self._load_staged(body, load)
+        else:
+            self._answer(_result_of(self._server.call(load, between_steps=True)))
+
+    def _load_staged(self, body: BinaryIO, load: Callable[..., None]) -> None:
+        """Answer which offer of memory fits, if any, then when a buffer has been read, then the result."""
+        try:
+            message = messages.read_message(body)
+            mapped = message and first_mapped(message.fields["offers"], self._server.device)
+        except messages.NONSENSE:
+            self.send_error(HTTPStatus.BAD_REQUEST)
+            return
+        self.send_response(HTTPStatus.OK)
+        self.send_header("Transfer-Encoding", "chunked")
+        self.end_headers()
+        self._say(messages.encode({"mapped": mapped and mapped[0]}))
+        if mapped:
+            with closing(MappedStaging(mapped[1], self._say)) as staging:
+                del mapped
+                call = self._server.call(partial(load, staging=staging), between_steps=True)
+                result = _result_of(call)
+        else:
+            result = _result_of(self._server.call(load, between_steps=True))
+        self._say(result)
+        self.wfile.write(b"0\r\n\r\n")
 
     def _complete(self) -> None:
         try:

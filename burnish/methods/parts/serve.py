@@ -213,6 +213,9 @@ def _make_server(foundation: Foundation, token: str, host: str, port: int) -> Ge
         del os.environ[name]  # this process is no rank, whoever started it
     engine = foundation.config.rollout.engine
     about = {"model": _digest_of([*chain(*_specs(foundation))]), "engine": engine}
+    # SGLang, other processes of vLLM and its adapters take weights in host memory.
+    in_place = engine != "sglang" and foundation.config.rollout.tensor_parallel == 1
+    in_place = in_place and foundation.config.model.adapter_beside is None
     return GeneratorServer(
         local_generator(foundation),
         token=token,
@@ -220,6 +223,7 @@ def _make_server(foundation: Foundation, token: str, host: str, port: int) -> Ge
         host=host,
         port=port,
         timeout=foundation.config.rollout.timeout_seconds,
+        device=foundation.device if in_place else None,
     )
 
 

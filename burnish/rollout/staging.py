@@ -1,0 +1,215 @@
+"""Pass weights to a generator on this machine through memory that both processes map. Only their places go over the socket.
+
+Two buffers take turns: the sender fills one while the receiver reads the other. Host memory is a file without a name, which the
+receiver opens by the sender's process id. So the system frees it however the processes end. If both use one CUDA device, it is
+memory of this device (CUDA IPC).
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import secrets
+import socket
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from burnish.boxes.box import Box
+from burnish.boxes.plan import ALIGN
+from burnish.boxes.shards import Shard, TensorSpec
+from burnish.distributed.device import synchronize
+from burnish.rollout import messages
+
+log = logging.getLogger("burnish")
+
+# Most and least bytes of a buffer, and into how many buffers a small model is divided, so that both sides work at once.
+_MOST_BYTES = 256 << 20
+_LEAST_BYTES = 1 << 16
+_DIVISIONS = 8
+_FILE = "burnish-weights"
+# Bytes before the buffers, for the number that shows a receiver that it has the sender's file.
+_HEAD_BYTES = 4096
+_PROOF_BYTES = 16
+
+
+def is_here(connection: socket.socket) -> bool:
+    """Return whether a connection may lead to this machine: both ends have one address."""
+    return bool(connection.getsockname()[0] == connection.getpeername()[0])
+
+
+class Staging:
+    """Two buffers of a sender, which any number of receivers read."""
+
+    def __init__(self, weight_bytes: int, device: torch.device) -> None:
+        """Make buffers for a model of so many bytes. Raises `OSError` or `RuntimeError` if it cannot."""
+        size = min(_MOST_BYTES, max(_LEAST_BYTES, weight_bytes // _DIVISIONS))
+        self._size = -(-size // ALIGN) * ALIGN
+        on_host = device.type == "cpu"
+        file = os.memfd_create(_FILE)
+        self.close: Callable[[], object] = weakref.finalize(self, os.close, file)
+        """Free the memory, once no receiver maps it."""
+        length = _HEAD_BYTES + on_host * 2 * self._size
+        os.ftruncate(file, length)
+        memory = _mapped_file(os.getpid(), file, length)
+        proof = secrets.token_bytes(_PROOF_BYTES)
+        memory[:_PROOF_BYTES] = torch.frombuffer(bytearray(proof), dtype=torch.uint8)
+        self._memory = memory[_HEAD_BYTES:]
+        self.offer: dict[str, Any] = {"process": os.getpid(), "file": file, "bytes": length}
+        """What a receiver needs to map the memory."""
+        self.offer["proof"] = proof.hex()
+        if not on_host:
+            self._memory = torch.empty(2 * self._size, dtype=torch.uint8, device=device)
+            self.offer["device"] = _device_memory(self._memory)
+        self._turn = 0
+        self._used = 0
+        self._rows: list[list[Any]] = []
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing has been written to the current buffer."""
+        return not self._rows
+
+    def parts(self, piece: Shard) -> Iterator[Shard]:
+        """Yield parts of a piece that each fit into a buffer."""
+        for box in _halved(piece.box, self._size // piece.spec.dtype.itemsize):
+            yield Shard(piece.spec, box, piece.part(box))
+
+    def has_room(self, part: Shard) -> bool:
+        """Return whether the current buffer has room for a part."""
+        return self._used + part.box.elements * part.spec.dtype.itemsize <= self._size
+
+    def write(self, part: Shard) -> None:
+        """Copy a part into the current buffer."""
+        spec = part.spec
+        place = self._turn * self._size + self._used
+        _view(self._memory, place, spec.dtype, part.box).copy_(part.tensor)
+        self._used += -(-part.box.elements * spec.dtype.itemsize // ALIGN) * ALIGN
+        dtype = str(spec.dtype).removeprefix("torch.")
+        self._rows.append([spec.name, spec.shape, dtype, part.box.offsets, part.box.sizes, place])
+
+    def turn(self) -> messages.Parts:
+        """Return a message with the places of what the current buffer holds, and turn to the other one."""
+        synchronize(self._memory.device)
+        message = messages.encode({"wave": self._rows})
+        self._rows = []
+        self._used = 0
+        self._turn = 1 - self._turn
+        return message
+
+
+def make_stagings(specs: Sequence[TensorSpec], device: torch.device | None) -> list[Staging]:
+    """Return memory to offer for the weights of an engine on `device`: that of a CUDA device, then that of the host.
+
+    Warns of memory that this process cannot make. Not for systems without `memfd_create`.
+    """
+    weight_bytes = sum(math.prod(spec.shape) * spec.dtype.itemsize for spec in specs)
+    stagings = list[Staging]()
+    devices = [device] if device is not None and device.type == "cuda" else []
+    for each in [*devices, torch.device("cpu")] if hasattr(os, "memfd_create") else ():
+        try:
+            stagings.append(Staging(weight_bytes, each))
+        except (OSError, RuntimeError) as error:
+            log.warning("no memory of %s to pass weights through: %s", each.type, error)
+    return stagings
+
+
+class MappedStaging:
+    """A sender's buffers in the receiver."""
+
+    def __init__(self, memory: Tensor, tell: Callable[[messages.Parts], None]) -> None:
+        """`tell` tells the sender that a buffer may be written again."""
+        self._memory = memory
+        self._tell = tell
+
+    def read(self, rows: Sequence[Sequence[Any]]) -> Iterator[Shard]:
+        """Yield the pieces of a wave, views that are valid until the next piece. Raises `NONSENSE`."""
+        for name, shape, dtype_name, offsets, sizes, place in rows:
+            dtype = getattr(torch, dtype_name)
+            box = Box(tuple(offsets), tuple(sizes))
+            spec = TensorSpec(name, tuple(shape), dtype)
+            yield Shard(spec, box, _view(self._memory, place, dtype, box))
+        synchronize(self._memory.device)
+        self._tell(messages.encode({"read": True}))
+
+    def close(self) -> None:
+        """Unmap the memory."""
+        self._memory = torch.empty(0, dtype=torch.uint8)
+
+
+def first_mapped(
+    offers: Sequence[Mapping[str, Any]], device: torch.device
+) -> tuple[int, Tensor] | None:
+    """Return the index and memory of the first offer that this process can map.
+
+    It takes host memory of this machine, and memory of `device`. Raises `NONSENSE`.
+    """
+    for number, offer in enumerate(offers):
+        memory = _mapped(offer, device)
+        if memory is not None:
+            return number, memory
+    return None
+
+
+def _mapped(offer: Mapping[str, Any], device: torch.device) -> Tensor | None:
+    process, file, length = (int(offer[name]) for name in ("process", "file", "bytes"))
+    path = f"/proc/{process}/fd/{file}"
+    try:
+        # Another machine or container may have such a process and file.
+        if not os.readlink(path).startswith(f"/memfd:{_FILE}") or os.stat(path).st_size != length:
+            return None
+        memory = _mapped_file(process, file, length)
+        if bytes(memory[:_PROOF_BYTES].tolist()) != bytes.fromhex(offer["proof"]):
+            return None
+        if "device" in offer:
+            return _mapped_device(offer["device"], device)
+        return memory[_HEAD_BYTES:]
+    except (OSError, RuntimeError):
+        return None
+
+
+def _mapped_file(process: int, file: int, length: int) -> Tensor:
+    path = f"/proc/{process}/fd/{file}"
+    return torch.from_file(path, shared=True, size=length, dtype=torch.uint8)
+
+
+def _device_memory(memory: Tensor) -> dict[str, Any]:
+    """Return the handle of CUDA memory, as `torch.multiprocessing` sends it, and its device."""
+    storage: Any = memory.untyped_storage()
+    _, *parts = storage._share_cuda_()
+    handle = [part.hex() if isinstance(part, bytes) else part for part in parts]
+    device = str(torch.cuda.get_device_properties(memory.device).uuid)
+    return {"uuid": device, "handle": handle}
+
+
+def _mapped_device(offer: Mapping[str, Any], device: torch.device) -> Tensor | None:
+    if device.type != "cuda" or offer["uuid"] != str(torch.cuda.get_device_properties(device).uuid):
+        return None
+    handle = [bytes.fromhex(part) if isinstance(part, str) else part for part in offer["handle"]]
+    index = torch.cuda.current_device() if device.index is None else device.index
+    storage = torch.UntypedStorage._new_shared_cuda(index, *handle)
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def _view(memory: Tensor, place: int, dtype: torch.dtype, box: Box) -> Tensor:
+    size = box.elements * dtype.itemsize
+    return memory[place : place + size].view(dtype).view(box.sizes)
+
+
+def _halved(box: Box, most: int) -> Iterator[Box]:
+    """Cut a box into boxes of at most `most` elements."""
+    if box.elements <= most:
+        yield box
+        return
+    dim = next(number for number, size in enumerate(box.sizes) if size > 1)
+    middle = box.sizes[dim] // 2
+    for begin, size in ((0, middle), (middle, box.sizes[dim] - middle)):
+        offsets = list(box.offsets)
+        sizes = list(box.sizes)
+        offsets[dim] += begin
+        sizes[dim] = size
+        yield from _halved(Box(tuple(offsets), tuple(sizes)), most)
