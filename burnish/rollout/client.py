@@ -148,11 +148,16 @@ class Server:
         connection = upload.connection
         with self.losing():
             connection.sock.settimeout(self.timeout)
-            for part in message:
-                if len(part):
-                    connection.send(b"%x\r\n" % len(part))
-                    connection.send(part)
-                    connection.send(b"\r\n")
+            try:
+                for part in message:
+                    if len(part):
+                        connection.send(b"%x\r\n" % len(part))
+                        connection.send(part)
+                        connection.send(b"\r\n")
+            except ConnectionError:
+                while upload.answer is not None:  # raises what the server said before it hung up
+                    self.next(upload.answer)
+                raise
 
     def wait_read(self, upload: Upload, unread: int) -> None:
         """Wait until the server has read all waves in shared memory but the last `unread`. Raises its own error too."""

@@ -1,0 +1,85 @@
+"""Generators of a tiny model behind servers in threads."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from burnish.boxes.shards import Publication
+from burnish.distributed.layout import Layout
+from burnish.models.names import model_shards
+from burnish.records import Completion, Request
+from burnish.rollout.base import Sampling
+from burnish.rollout.builtin.generator import BuiltinGenerator
+from burnish.rollout.client import ServedGenerator, Server
+from burnish.rollout.server import GeneratorServer
+from support.models.tiny import tiny_config, tiny_model
+
+TOKEN, CPU = "secret", torch.device("cpu")
+VOCABULARY: int = tiny_config().get_text_config().vocab_size
+SAMPLING = Sampling(6, seed=3)
+
+
+def own(
+    model: PreTrainedModel,
+    slots: int = 4,
+    eos: Sequence[int] = (),
+    kind: type[BuiltinGenerator] = BuiltinGenerator,
+) -> BuiltinGenerator:
+    return kind(
+        model.config,
+        layout=Layout(),
+        device=CPU,
+        dtype=torch.float32,
+        slots=slots,
+        eos_token_ids=eos,
+    )
+
+
+@contextmanager
+def serving(generator: Any, timeout: float = 30.0, host: str = "127.0.0.1") -> Iterator[Server]:
+    """A server in a thread."""
+    server = GeneratorServer(generator, token=TOKEN, about={}, timeout=timeout, host=host)
+    ended = threading.Event()
+
+    def check() -> None:
+        if ended.is_set():
+            raise InterruptedError
+
+    def run() -> None:
+        with suppress(InterruptedError):
+            server.run(check)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    try:
+        yield Server(server.url, TOKEN, max(timeout, 30.0), VOCABULARY)
+    finally:
+        ended.set()
+        thread.join(30)
+        assert not thread.is_alive()
+
+
+def served(servers: Sequence[Server], model: PreTrainedModel, **more: Any) -> ServedGenerator:
+    specs = list(dict.fromkeys(shard.spec for shard in model_shards(model)))
+    return ServedGenerator(servers, specs, Layout(), **more)
+
+
+def loaded(servers: Sequence[Server], version: int = 1, **more: Any) -> ServedGenerator:
+    """One with weights."""
+    model = tiny_model()
+    generator = served(servers, model, **more)
+    generator.load_weights(Publication(model_shards(model)), version)
+    return generator
+
+
+def alone(requests: Sequence[Request], sampling: Sampling = SAMPLING) -> list[list[Completion]]:
+    """What a generator inside draws."""
+    generator = own(tiny_model())
+    generator.load_weights(Publication(model_shards(tiny_model())), 1)
+    return generator.generate(requests, sampling)
