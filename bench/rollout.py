@@ -1,11 +1,12 @@
 """Generators inside the trainer, in a process beside it, and in `burnish serve`.
 
-    python -m bench.rollout [--json] [--rounds N] [--cases tokens update ahead]
+    python -m bench.rollout [--json] [--rounds N] [--cases tokens update weights ahead]
 
 All processes have one thread and compute in fp32 on the CPU. vLLM takes part if it is installed.
 
 - `tokens`: 16 prompts of 24 tokens, 8 samples of each, 64 tokens each, 5 M parameters; beside Hugging Face `generate`.
 - `update`: the weights of a model of 350 MB, beside a copy of the tensors within this process, and vLLM's own `reload_weights`.
+- `weights`: the same weights to a process beside the trainer, through memory that both map, and through a socket as to another machine.
 - `ahead`: `burnish rl` with `rollout.place: child`, `rollout.ahead` 0 and 1, in turns. `SLOTS` is chosen so that generating
   and training take equally long. The figure is the median of a run's steps without the first two and the last two.
 
@@ -25,6 +26,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -203,6 +205,33 @@ def update(rounds: int) -> list[Result]:
     ]
 
 
+def weights(rounds: int) -> list[Result]:
+    """Measure GB/s of weights to a process on this machine. The limit is a copy of the tensors in memory."""
+    with world("88m") as directory, ExitStack() as stack:
+        shards = list(model_shards(fresh_model(directory)))
+        room = [torch.empty_like(shard.tensor) for shard in shards]
+        foundation = lay_foundation(
+            read_config(str(directory / "config.yaml"), ["rollout.place=child"])
+        )
+        mapped, sent = (stack.enter_context(closing(make_generator(foundation))) for _ in range(2))
+
+        def through_socket() -> None:
+            with patch("burnish.rollout.client.is_here", lambda connection: False):
+                sent.load_weights(Publication(shards), 0)
+
+        sides: dict[str, Callable[[], object]] = {
+            "memory": lambda: mapped.load_weights(Publication(shards), 0),
+            "socket": through_socket,
+            "copy": partial(copy, shards, room),
+        }
+        seconds = interleaved(sides, rounds)
+    size = sum(shard.tensor.nbytes for shard in shards) / 1e9
+    speed = {name: size / median(times) for name, times in seconds.items()}
+    found = ratio(seconds["socket"], seconds["memory"])
+    figures = speed["memory"], speed["socket"], speed["copy"]
+    return [Result("rollout/weights/child", *figures, "GB/s", found, 2.0)]
+
+
 def copy(shards: Sequence[Shard], room: Sequence[torch.Tensor]) -> None:
     """Copy tensors."""
     for shard, there in zip(shards, room, strict=True):
@@ -242,7 +271,7 @@ def run(directory: Path, name: str, k: int) -> list[dict[str, Any]]:
     return [row for row in rows if "timing_s/step" in row][2:-2]
 
 
-CASES = {"tokens": tokens, "update": update, "ahead": ahead}
+CASES = {"tokens": tokens, "update": update, "weights": weights, "ahead": ahead}
 
 
 def main() -> None:

@@ -97,6 +97,7 @@ OPTIONS = (
     "burnish.rollout.openai",
     "burnish.rollout.server",
     "burnish.rollout.sglang",
+    "burnish.rollout.staging",
     "burnish.rollout.vllm",
     "burnish.runs.dry_run",
     "burnish.runs.hub_push",

@@ -109,12 +109,12 @@ def make_stagings(specs: Sequence[TensorSpec], device: torch.device | None) -> l
     """
     weight_bytes = sum(math.prod(spec.shape) * spec.dtype.itemsize for spec in specs)
     stagings = list[Staging]()
-    devices = [device] if device is not None and device.type == "cuda" else []
-    for each in [*devices, torch.device("cpu")] if hasattr(os, "memfd_create") else ():
+    places = [device] if device is not None and device.type == "cuda" else []
+    for place in [*places, torch.device("cpu")] if hasattr(os, "memfd_create") else ():
         try:
-            stagings.append(Staging(weight_bytes, each))
+            stagings.append(Staging(weight_bytes, place))
         except (OSError, RuntimeError) as error:
-            log.warning("no memory of %s to pass weights through: %s", each.type, error)
+            log.warning("no memory of %s to pass weights through: %s", place.type, error)
     return stagings
 
 
