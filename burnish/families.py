@@ -120,6 +120,7 @@ class Family:
 
 _undescribed = partial(Family, described=False)
 _on_torch = partial(_undescribed, on_megatron=False)
+_like_gemma = partial(_undescribed, norm_in_fp32=True, norm_offset=1.0)
 _mixture = partial(_undescribed, has_router=True, shared_expert="shared_experts")
 _by_sigmoid = partial(_mixture, scores_by_sigmoid=True, router_bias="gate.e_score_correction_bias")
 _of_hunyuan = partial(
@@ -150,10 +151,8 @@ FAMILIES: Mapping[str, Family] = {
         window_period=6,
         key_heads=4,
     ),
-    "gemma": _undescribed(norm_in_fp32=True, norm_offset=1.0, tied=True),
-    "gemma2": _undescribed(
-        block_norms=_GEMMA_NORMS, norm_in_fp32=True, norm_offset=1.0, caps_scores=True, tied=True
-    ),
+    "gemma": _like_gemma(tied=True),
+    "gemma2": _like_gemma(block_norms=_GEMMA_NORMS, caps_scores=True, tied=True),
     "olmo2": Family(block_norms=_NORMS_BEHIND, norm_in_fp32=True, query_norms="full"),
     "olmo3": _undescribed(block_norms=_NORMS_BEHIND, norm_in_fp32=True, query_norms="full"),
     "flex_olmo": _undescribed(block_norms=_NORMS_BEHIND, query_norms="full", has_router=True),
@@ -194,8 +193,11 @@ FAMILIES: Mapping[str, Family] = {
     "gpt_oss": _undescribed(
         has_router=True, softmax_of_chosen=True, router_module="router", stacks_experts=True
     ),
-    "qwen3_next": _on_torch(has_router=True),
-    "qwen3_5_moe_text": _on_torch(has_router=True),
+    **dict.fromkeys(
+        ("qwen3_next", "qwen3_5_moe_text"),
+        _like_gemma(query_norms="head", has_router=True, shared_expert="shared_expert"),
+    ),
+    "qwen3_5_text": _like_gemma(query_norms="head"),
     "gemma3n_text": _on_torch(reads_directly=("correction_coefs",)),
     "jamba": _on_torch(reads_directly=("dt_proj",)),
     "longcat_flash": _on_torch(reads_directly=("classifier",)),

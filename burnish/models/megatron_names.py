@@ -45,6 +45,7 @@ IN_LAYER = {
     "self_attention.linear_q_down_proj.weight": ("whole", "self_attn.q_a_proj.weight"),
     "self_attention.linear_q_down_proj.bias": ("whole", "self_attn.q_a_proj.bias"),
     "self_attention.linear_q_up_proj.weight": ("rows", "self_attn.q_b_proj.weight"),
+    "self_attention.in_proj.layer_norm_weight": ("whole", "{norms[0]}.weight"),
     "self_attention.linear_q_up_proj.layer_norm_weight": (
         "whole",
         "self_attn.q_a_layernorm.weight",
@@ -151,7 +152,9 @@ def regions_of(
     halves = 2 if cut == "gated" else 1
     size = shape[dim] * seat.ranks
     if cut == "qkv":
-        spans = [(named(letter), span) for letter, span in _by_group(sizes)]
+        gated = size == 2 * (sizes.query + sizes.key)
+        of_groups = _gated_by_group(sizes) if gated else _by_group(sizes)
+        spans = [(named(letter), span) for letter, span in of_groups]
     elif cut == "gated":  # gate above up, in two tensors or in one
         rows, (gate, up, _) = size // 2, projections
         start, count = (rows, size) if gate == up else (0, rows)
@@ -215,6 +218,22 @@ def _by_group(sizes: ModelSizes) -> Iterator[tuple[str, _Span]]:
         for group in range(sizes.key_heads):
             at = group * (queries + 2 * dim) + first
             yield letter, (at, rows, before + group * rows, total)
+
+
+def _gated_by_group(sizes: ModelSizes) -> Iterator[tuple[str, _Span]]:
+    """Yield the same where each query head is followed by its gate. In a group, Megatron has the gates after all queries."""
+    dim = sizes.head_dim
+    heads = sizes.heads // sizes.key_heads
+    width = 2 * (heads + 1) * dim
+    for head in range(sizes.heads):
+        group, number = divmod(head, heads)
+        for half in range(2):
+            at = group * width + (half * heads + number) * dim
+            yield "q", (at, dim, (2 * head + half) * dim, 2 * sizes.query)
+    for number, letter in enumerate("kv"):
+        for group in range(sizes.key_heads):
+            at = group * width + (2 * heads + number) * dim
+            yield letter, (at, dim, group * dim, sizes.key)
 
 
 def _region(name: str, parameter: str, shape: _Shape, dim: int, span: _Span) -> Region:

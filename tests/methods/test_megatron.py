@@ -12,6 +12,7 @@ from support.runs.same_runs import assert_same
 from support.runs.training_files import (
     BY_SIGMOID,
     FRESH,
+    STATE,
     At,
     burnish,
     done,
@@ -112,6 +113,14 @@ def test_replayed_mixtures_are_those_of_the_torch_engine(work, fresh, replay):
     for number, layout in enumerate(REPLAYED[replay]):
         run = done(work, *argv, MEGATRON, layout, f"name={name}_{number}", world=2)
         assert_same(run, wanted)
+
+
+@pytest.mark.nightly
+def test_layers_with_state_learn_as_in_the_torch_engine(work):
+    """From prompts that completions share, on tensor ranks, then in the torch engine."""
+    argv = [*RL, f"model.fresh={json.dumps(STATE)}", "optim.lr=0.001"]
+    done(work, *argv, "name=state", MEGATRON, LAYOUTS["TP 2"], "steps=3", world=2)
+    assert_same(done(work, *argv, "name=state"), done(work, *argv, "name=state_torch"))
 
 
 @pytest.mark.nightly

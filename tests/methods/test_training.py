@@ -19,6 +19,7 @@ from support.checkpoints.states import committed
 from support.nightly import by_day
 from support.runs.training_files import (
     FRESH,
+    STATE,
     At,
     burnish,
     done,
@@ -37,17 +38,6 @@ from burnish.tracking.stats import Stats
 from burnish.tracking.traces import read_traces
 from burnish.tracking.trackers import read_metrics
 from burnish.view.answers import Answers, Query
-
-STATE = {
-    **FRESH,
-    "model_type": "qwen3_5_text",
-    "layer_types": ["linear_attention", "full_attention"],
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8,
-}
-"""A model with a layer that has state."""
 
 
 @pytest.mark.parametrize(

@@ -23,10 +23,12 @@ with warnings.catch_warnings():
         import megatron.core.pipeline_parallel
         import megatron.core.transformer.multi_latent_attention
 
-if Version(megatron.core.__version__) < Version(_OLDEST):
+VERSION = Version(megatron.core.__version__)
+"""Of the installed Megatron-Core."""
+if Version(_OLDEST) > VERSION:
     raise UsageError(
         "engine.kind megatron needs a newer Megatron-Core",
-        have=f"megatron-core {megatron.core.__version__}",
+        have=f"megatron-core {VERSION}",
         want=_WANT,
         do=_DO,
     )

@@ -34,6 +34,7 @@ from burnish.distributed.collectives import agree
 from burnish.distributed.host_memory import Arena
 from burnish.distributed.layout import Layout
 from burnish.engines.base import compute_dtype
+from burnish.engines.megatron.gated_delta_net import GatedDeltaNet
 from burnish.engines.megatron.mesh import MegatronMesh
 from burnish.engines.megatron.model import PackedGPT
 from burnish.engines.offload import step_in_waves
@@ -46,6 +47,7 @@ from burnish.models.meta_init import model_sizes
 from burnish.models.names import Region
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
+_OF_ATTENTION = re.compile(r"self_attention\.(.+(?<!layer_norm_weight))")
 # One parameter with the matrices of all the rank's experts. With TransformerEngine each expert has its own, which ends in a number.
 _OF_EXPERTS = re.compile(r"mlp\.experts\.(linear_fc[12]\.(?:weight|bias))(\d*)")
 
@@ -464,12 +466,17 @@ def checkpoint_regions(
         seats = [MegatronSlot(), MegatronSlot()]
     name = _name_in_model(name, stage)
     layer = _LAYER.fullmatch(name)
-    of_experts = _OF_EXPERTS.fullmatch(layer[2]) if layer else None
-    if layer is None or of_experts is None:
+    if layer is None:
+        return regions_of(name, shape, sizes, *seats)
+    module = next(each for each in stage.decoder.layers if each.layer_number == int(layer[1]) + 1)
+    of_attention = _OF_ATTENTION.fullmatch(layer[2])
+    if of_attention is not None and isinstance(module.self_attention, GatedDeltaNet):
+        return tuple(module.self_attention.regions(of_attention[1], name, shape, seats[0]))
+    of_experts = _OF_EXPERTS.fullmatch(layer[2])
+    if of_experts is None:
         return regions_of(name, shape, sizes, *seats)
     matrix, number = of_experts.groups()
     prefix = f"decoder.layers.{layer[1]}"
-    module = next(each for each in stage.decoder.layers if each.layer_number == int(layer[1]) + 1)
     experts = module.mlp.local_expert_indices
     if sizes.family.stacks_experts:
         return stacked_experts(name, shape, experts[0], sizes, seats[1])

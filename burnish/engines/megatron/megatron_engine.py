@@ -27,6 +27,7 @@ from burnish.distributed.layout import Layout, require_divisible
 from burnish.distributed.tensor_collectives import all_gather_rows
 from burnish.engines.base import Engine, LossFn, Part
 from burnish.engines.megatron.distributed_optimizer import MegatronOptimizer, MegatronShards
+from burnish.engines.megatron.gated_delta_net import require_divisible_heads
 from burnish.engines.megatron.host import megatron_called
 from burnish.engines.megatron.mesh import MegatronMesh
 from burnish.engines.megatron.model import (
@@ -117,6 +118,7 @@ class MegatronEngine(ShardedEngine):
         """See `Engine.require_fitting`."""
         traits = model_traits(hf_config)
         require_divisible(traits.sizes, config)
+        require_divisible_heads(traits, config.tensor_parallel)
         pipeline_layout(traits.sizes.depth, config)
         require_dispatcher(config)
         if "mla_up_proj" in config.megatron.recompute_modules and traits.latent is None:

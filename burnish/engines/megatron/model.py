@@ -48,6 +48,7 @@ from transformers import PretrainedConfig
 
 from burnish.config.schema import EngineConfig
 from burnish.engines.base import compute_dtype
+from burnish.engines.megatron.gated_delta_net import GatedDeltaNet
 from burnish.engines.megatron.latent_attention import LatentAttention
 from burnish.engines.megatron.mesh import MegatronMesh
 from burnish.engines.megatron.modules import (
@@ -295,6 +296,7 @@ def _transformer_config(
         layernorm_zero_centered_gamma=sizes.family.norm_offset == 1,
         qk_layernorm=sizes.family.query_norms == "head",
         add_qkv_bias=traits.qkv_bias,
+        attention_output_gate=traits.gates_attention,
         add_bias_linear=False,
         gated_linear_unit=True,
         activation_func=traits.activation,
@@ -501,6 +503,9 @@ def _attention(
     traits: ModelTraits, layer: int, modules: LayerModules, mesh: MegatronMesh
 ) -> ModuleSpec:
     own = traits.layers[layer]
+    if own.has_state:
+        how = {"modules": modules, "mixer": traits.mixer}
+        return ModuleSpec(module=GatedDeltaNet, params=how)
     family = traits.family
     of_heads = family.query_norms == "head" and not family.norms_rotated
     norms = () if of_heads else _query_norms(traits, modules, mesh)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -29,6 +30,12 @@ _OF_LATENTS = [
     "kv_b_proj.weight",
 ]
 _CHOICE_BIAS = "e_score_correction_bias"
+MIXER = "linear_attn"
+"""The name of Gated DeltaNet in a layer of transformers."""
+_OF_MIXERS = [
+    *("A_log", "dt_bias", "conv1d.weight", "norm.weight", "out_proj.weight"),
+    *(f"in_proj_{part}.weight" for part in ("qkvz", "ba", "qkv", "z", "b", "a")),
+]
 _EXPERTS = ("experts.gate_up_proj", "experts.down_proj")
 
 
@@ -58,8 +65,10 @@ class LayerTraits:
     """Of the outputs of attention and MLP, before they are added to the hidden state."""
     has_experts: bool
     """The MLP is a router and experts."""
-    has_sinks: bool
+    has_sinks: bool = False
     """Each head has one more score, without a key and a value (`burnish.models.kernels.attention.Softmax`)."""
+    has_state: bool = False
+    """Gated DeltaNet takes the place of attention."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +126,12 @@ class ModelTraits:
     """How DeepSeek-V2's softmax routers choose, whose weights are never normalized; empty: the routers are others."""
     gates_shared: bool
     """That expert's output is multiplied by the sigmoid of a gate."""
+    gates_attention: bool
+    """The output of attention is multiplied by the sigmoid of gates, which come with the queries."""
+    mixer: Callable[[int, int], nn.Module] | None
+    """Makes transformers' Gated DeltaNet of a layer, from 0, with one part of its heads of so many."""
+    mixer_heads: int
+    """Key heads of Gated DeltaNet; 0: no layer has it."""
     latent: LatentTraits | None
     """Of its latent attention; None: queries, keys and values come from the hidden state."""
     rotary: Callable[[PretrainedConfig], nn.Module]
@@ -140,8 +155,12 @@ def model_traits(hf_config: PretrainedConfig) -> ModelTraits:
     kind = hf_config.model_type
     family = family_of(kind)
     if not family.on_megatron:
+        what = f"does not know models of type {kind}"
+        if any(name.startswith(("mamba_", "ssm_")) for name in hf_config.to_dict()):
+            # Megatron-Core 0.16 and 0.19 have Mamba 2's mixer for CUDA alone, with the kernels of mamba-ssm.
+            what = f"has no layers with Mamba, which models of type {kind} have"
         raise UsageError(
-            f"the Megatron engine does not know models of type {kind}",
+            f"the Megatron engine {what}",
             have=f"model_type: {kind}",
             want=f"one of {names_of('on_megatron')}",
             do="set engine.kind=torch",
@@ -156,7 +175,7 @@ def model_traits(hf_config: PretrainedConfig) -> ModelTraits:
             want="a model without it",
             do="set engine.kind=torch",
         )
-    attention = layers[0].self_attn
+    attention = next(layer.self_attn for layer in layers if hasattr(layer, "self_attn"))
     if not hasattr(attention, family.query_norm_names[0]):
         family = replace(family, query_norms="none")
     values = getattr(attention, family.qkv_name.format(part="v"), None)
@@ -170,6 +189,7 @@ def model_traits(hf_config: PretrainedConfig) -> ModelTraits:
     widths = (each.down_proj.in_features for each in shared if each is not None)
     methods = (getattr(getattr(layer.mlp, "gate", None), "topk_method", "") for layer in layers)
     scale = getattr(model.get_input_embeddings(), "scalar_embed_scale", 1.0)
+    mixers = [kind for layer in layers if (kind := getattr(layer, MIXER, None)) is not None]
     norms = [
         name if hasattr(getattr(layers[0], name or "-", None), "weight") else ""
         for name in family.block_norms
@@ -193,6 +213,9 @@ def model_traits(hf_config: PretrainedConfig) -> ModelTraits:
         shared_width=next(widths, 0),
         topk_method=next(filter(None, methods), ""),
         gates_shared=any(hasattr(layer.mlp, f"{family.shared_expert}_gate") for layer in layers),
+        gates_attention=_gates(attention, hf_config),
+        mixer=partial(_mixer, type(mixers[0]), hf_config) if mixers else None,
+        mixer_heads=mixers[0].num_k_heads if mixers else 0,
         latent=latent,
         rotary=type(model.base_model.rotary_emb),
         rotations=tuple(sorted(set(hf_config.layer_types))) if by_type else ("",),
@@ -202,6 +225,10 @@ def model_traits(hf_config: PretrainedConfig) -> ModelTraits:
 def _layer(
     layer: Any, hf_config: PretrainedConfig, family: Family, number: int, *, by_type: bool
 ) -> LayerTraits:
+    factor = getattr(layer, "residual_multiplier", getattr(layer, "residual_scale", 1.0))
+    has_experts = hasattr(layer.mlp, "experts")
+    if hasattr(layer, MIXER):
+        return LayerTraits(1.0, None, None, None, factor, has_experts, has_state=True)
     attention = layer.self_attn
     window = window_of(attention, hf_config, number)
     rotates = getattr(attention, "use_rope", True)
@@ -213,10 +240,25 @@ def _layer(
         window=window,
         softcap=attention.attn_logit_softcapping if family.caps_scores else None,
         rotation=rotation if rotates else None,
-        factor=getattr(layer, "residual_multiplier", getattr(layer, "residual_scale", 1.0)),
-        has_experts=hasattr(layer.mlp, "experts"),
+        factor=factor,
+        has_experts=has_experts,
         has_sinks=hasattr(attention, "sinks"),
     )
+
+
+def _mixer(
+    kind: Callable[..., nn.Module], hf_config: PretrainedConfig, layer: int, ranks: int
+) -> nn.Module:
+    own = copy.copy(hf_config)
+    own.linear_num_key_heads //= ranks
+    own.linear_num_value_heads //= ranks
+    return kind(own, layer)
+
+
+def _gates(attention: Any, hf_config: PretrainedConfig) -> bool:
+    queries = getattr(attention, "q_proj", None)
+    width = hf_config.num_attention_heads * getattr(attention, "head_dim", 0)
+    return queries is not None and queries.out_features == 2 * width
 
 
 def _latent(attention: Any, hf_config: PretrainedConfig, family: Family) -> LatentTraits:
@@ -241,9 +283,13 @@ def _uncomputed(hf_config: PretrainedConfig, family: Family, layers: Any) -> Ite
         yield f"the activation {activation}"
     if getattr(hf_config, "clip_qkv", None) is not None:
         yield "bounds of queries, keys and values (clip_qkv)"
-    if not all(layer.self_attn.is_causal for layer in layers):
+    attentions = [layer.self_attn for layer in layers if hasattr(layer, "self_attn")]
+    if not attentions:
+        yield "models without attention"
+        return
+    if not all(attention.is_causal for attention in attentions):
         yield "attention to later tokens (use_bidirectional_attention)"
-    known = _computed(family, hasattr(layers[0].self_attn, _LATENT))
+    known = _computed(family, hasattr(attentions[0], _LATENT))
     for name, _ in layers.named_parameters():
         if name.split(".", 1)[1] not in known:
             yield f"the parameter model.layers.{name}"
@@ -270,6 +316,7 @@ def _computed(family: Family, latent: bool) -> set[str]:
     attention = [*attention, "o_proj.weight", "o_proj.bias", *(f"{name}.weight" for name in norms)]
     return {
         *(f"mlp.{name}" for name in mlp),
+        *(f"{MIXER}.{name}" for name in _OF_MIXERS),
         *(f"self_attn.{name}" for name in attention),
         *(f"{name}.weight" for name in family.norms),
     }

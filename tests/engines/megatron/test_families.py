@@ -95,7 +95,8 @@ def scored(model: PreTrainedModel, temperature: float) -> Tensor:
 @pytest.mark.parametrize(
     ("family", "changes", "said"),
     [
-        ("qwen3_next", {}, "qwen3_next"),
+        ("nemotron_h", {}, "Mamba"),
+        ("falcon_h1", {}, "Mamba"),
         ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
         ("mimo_v2_flash", {}, "mimo_v2_flash"),
         ("qwen3", {"hidden_act": "gelu"}, "gelu"),
@@ -148,6 +149,7 @@ def test_other_heads_than_of_a_vocabulary_or_a_value_are_refused() -> None:
             "mla_up_proj",
         ),
         ("olmo2", {"tensor_parallel": 4}, "2 key heads"),
+        ("qwen3_5_text", {"tensor_parallel": 4}, "linear_num_key_heads: 2"),
         (
             "qwen3_moe",
             {"tensor_parallel": 2, "megatron_sequence_parallel": False},

@@ -10,15 +10,21 @@ from unittest import mock
 import pytest
 import torch
 from contracts.engine import make_examples, require_alike, train, train_by_hand
+from packaging.version import Version
 from support.models.engines import make_engine
-from support.models.tiny import VOCAB, save_tiny
+from support.models.tiny import VOCAB, save_tiny, tiny_config
 from support.models.transformer_engine import use_stand_ins
 from support.ranks.processes import run_ranks
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from burnish.config.schema import EngineConfig
 from burnish.distributed.layout import Layout
+from burnish.engines.factory import require_fitting
+from burnish.engines.megatron import VERSION, gated_delta_net
+from burnish.engines.megatron.gated_delta_net import SHARES_GATES
 from burnish.engines.megatron.latent_attention import LatentAttention
+from burnish.errors import UsageError
 from burnish.families import FAMILIES
 from burnish.models.names import model_shards
 
@@ -32,6 +38,7 @@ SEEDS = {
     "glm4_moe": 1,
     "glm4_moe_lite": 2,
     "hunyuan_v1_moe": 1,
+    "qwen3_5_text": 2,
     "youtu": 2,
 }
 """Of random weights. Of others AdamW makes whole steps of gradients that are nearly 0, of which rounding decides."""
@@ -197,3 +204,22 @@ def test_a_family_with_other_biases_or_norms_trains_so(family: str, tmp_path: Pa
     of_tensor = [LAYOUTS["tensor"], LAYOUTS["tensor without sequence parallelism"]]
     settings = of_tensor[:1] if family in MIXTURES else of_tensor
     check(tmp_path / "2", {family: settings}, 2, changes)
+
+
+@pytest.mark.nightly
+@pytest.mark.skipif(VERSION < SHARES_GATES, reason="Megatron-Core does not divide the gates")
+def test_gates_are_divided_between_ranks_that_share_a_key_head(tmp_path: Path) -> None:
+    path = save_tiny(tmp_path / "one", "qwen3_5_text", torch.float32, num_key_value_heads=1)
+    told = [(path, {"tensor_parallel": 2})]
+    found = [rank[0] for rank in run_ranks(train_rank, 2, told, timeout=300)]
+    require_alike(found, wanted_of(path), ("gradients", "slots"), "one key head")
+
+
+def test_an_older_megatron_core_that_does_not_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    hf_config = tiny_config("qwen3_5_text", num_key_value_heads=1)
+    config = EngineConfig(kind="megatron", tensor_parallel=2)
+    monkeypatch.setattr(gated_delta_net, "VERSION", Version("0.16.1"))
+    with pytest.raises(UsageError, match="1 key heads"):
+        require_fitting(hf_config, config)
+    monkeypatch.setattr(gated_delta_net, "VERSION", SHARES_GATES)
+    require_fitting(hf_config, config)

@@ -56,6 +56,17 @@ BY_SIGMOID = {
 }
 """A mixture whose routers score by sigmoid."""
 
+STATE = {
+    **FRESH,
+    "model_type": "qwen3_5_text",
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+}
+"""A model with a layer that has state."""
+
 REWARDS = """\
 import time
 
