@@ -41,6 +41,7 @@ PLAIN = {
     "max_grad_norm": 1e30,
     "compile": False,
     "optimizer_offload": False,
+    "parameter_offload": False,
     "activation_offload": False,
     "offload_during_rollout": False,
     "router_aux_loss": 0.0,

@@ -33,9 +33,15 @@ def remedies(
     keeps_all = update and engine.activation_checkpointing != "full"
     stays_whole = update and torch and not engine.reshard_after_forward
     sums_whole = update and not engine.reduce_each_microbatch
-    on_device = trains and not on_cpu and not engine.optimizer_offload
+    on_device = trains and not (on_cpu or engine.optimizer_offload or engine.parameter_offload)
+    # What `engine.parameter_offload` needs.
+    is_plain = config.optim.kind == "adamw" and engine.tensor_parallel == 1
+    may_leave = on_device and torch and is_plain and not config.model.adapter
     offloads = (
-        engine.activation_offload or engine.optimizer_offload or engine.offload_during_rollout
+        engine.activation_offload
+        or engine.optimizer_offload
+        or engine.parameter_offload
+        or engine.offload_during_rollout
     )
     stages = f"engine.pipeline_parallel={2 * engine.pipeline_parallel}"
     budget = f"batch.tokens_per_device={max(2, config.batch.tokens_per_device // 2)}"
@@ -75,6 +81,7 @@ def remedies(
         (generates and config.algorithm.kl.coef > 0, ("reference",), "algorithm.kl.coef=0"),
         (engine.replicas > 1, _STATE, "engine.replicas=1"),
         (not torch, _STATE, stages),
+        (may_leave, ("weights", "gradients"), "engine.parameter_offload=true"),
         (torch and not config.model.adapter, (*_STATE, "gathered"), "model.lora.rank=16"),
         (True, (*_STATE, "gathered"), "more devices"),
         (

@@ -181,6 +181,8 @@ class EngineConfig(Section):
     """What the backward pass recomputes. none: nothing. full: whole layers. selective: everything in a layer except matrix products and attention. megatron, selective: only attention and rotary positions (arXiv 2205.05198)."""
     activation_offload: MayChange[bool] = False
     """torch: keep the activations of decoder layers on the host until the backward pass, except those of two layers. Copies overlap with compute."""
+    parameter_offload: MayChange[bool] = False
+    """torch: keep weights, gradients and optimizer state on the host. A layer's weights come to the device for its passes, and the optimizer steps on the host (FSDP2's CPUOffloadPolicy). It saves most memory and costs most time."""
     optimizer_offload: MayChange[bool] = False
     """Keep the optimizer state on the host. A step brings it to the device in pieces."""
     offload_during_rollout: MayChange[bool] = False

@@ -166,14 +166,17 @@ def plain_model(config: PretrainedConfig) -> PreTrainedModel:
         return model
 
 
-def materialize(root: nn.Module, device: torch.device) -> None:
-    """Allocate weights of a meta model (or a sharded one around it), compute its buffers, and keep ties."""
+def materialize(root: nn.Module, device: torch.device, *, on_host: bool = False) -> None:
+    """Allocate weights of a meta model (or a sharded one around it), compute its buffers, and keep ties. Weights may be `on_host`."""
     first: dict[int, str] = {}
     ties: dict[str, str] = {}
     for name, parameter in root.named_parameters(remove_duplicate=False):
         if (first_name := first.setdefault(id(parameter), name)) != name:
             ties[name] = first_name
-    root.to_empty(device=device)
+    root.to_empty(device="cpu" if on_host else device)
+    for module in root.modules() if on_host else ():
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, buffer.to(device))
     for name, first_name in ties.items():
         owner, _, attribute = name.rpartition(".")
         setattr(root.get_submodule(owner), attribute, root.get_parameter(first_name))

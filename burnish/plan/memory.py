@@ -177,8 +177,15 @@ class Needs:
     @cached_property
     def _state(self) -> Parts:
         frozen = self._width * self._frozen if self._model.lora else 0.0
+        if self._engine.parameter_offload:
+            return {}
         parts = {"weights": FP32 * self._trained + frozen}
         return parts if self._engine.optimizer_offload else parts | {"optimizer": self._slots}
+
+    @property
+    def _of_frozen(self) -> float:
+        """Bytes of the weights of an engine that does not train."""
+        return 0.0 if self._engine.parameter_offload else self._width * self._frozen
 
     @cached_property
     def _slots(self) -> float:
@@ -204,9 +211,7 @@ class Needs:
             parts["teachers' heads"] = self._width * heads / self._tensor
         for name, models in {"reward models": self._judges, "teachers": self._teachers}.items():
             if models:
-                parts[name] = sum(
-                    each._width * each._frozen + each._left_gathered for each in models
-                )
+                parts[name] = sum(each._of_frozen + each._left_gathered for each in models)
         return parts
 
     @property
@@ -215,7 +220,7 @@ class Needs:
         lora = self._model.lora
         if not self._work.has_reference or (lora is not None and lora.path is None):
             return 0.0
-        return self._width * self._frozen + (FP32 * self._trained if lora else 0.0)
+        return self._of_frozen + (FP32 * self._trained if lora else 0.0)
 
     @property
     def _left_gathered(self) -> float:
@@ -254,7 +259,8 @@ class Needs:
     def _on_host(self, checkpointing: str) -> Parts:
         """Return optimizer state, and the largest part that takes turns in the arena."""
         engines = [self, self._critic] if self._critic else [self]
-        offloaded = sum(each._slots for each in engines) if self._engine.optimizer_offload else 0.0
+        is_offloaded = self._engine.optimizer_offload or self._engine.parameter_offload
+        offloaded = sum(each._slots for each in engines) if is_offloaded else 0.0
         in_turn: Parts = {}
         if self._engine.activation_offload:
             in_turn["activations"] = max(each._offloaded(checkpointing) for each in engines)
@@ -262,6 +268,10 @@ class Needs:
             critic = self._lasting.get("critic", 0.0)
             in_turn["offloaded"] = total_of(self._state) + self._reference + critic
         parts = {"optimizer": offloaded}
+        if self._engine.parameter_offload:  # with gradients, and a frozen copy
+            parts["weights"] = sum(2 * FP32 * each._stepped for each in engines)
+            if self._reference or self._work.has_reference:
+                parts["weights"] += self._width * self._frozen
         if in_turn:
             largest = max(in_turn, key=in_turn.__getitem__)
             parts[largest] = in_turn[largest]

@@ -76,6 +76,7 @@ def test_experts_divide_the_processes_of_a_stage() -> None:
     [
         ("megatron", "engine.replicas", "2"),
         ("megatron", "engine.compile", "true"),
+        ("megatron", "engine.parameter_offload", "true"),
         ("megatron", "engine.reshard_after_forward", "false"),
         ("megatron", "engine.reduce_each_microbatch", "false"),
         ("megatron", "model.lora.dropout", "0.1"),

@@ -32,6 +32,8 @@ def asked(
         ("staging", "save", {"checkpoint": {"background": True}}, "checkpoint.background=false"),
         ("weights", "update", {"engine": {"replicas": 2}}, "engine.replicas=1"),
         ("weights", "update", {"engine": {"kind": "megatron"}}, "engine.pipeline_parallel=2"),
+        ("gradients", "update", {}, "engine.parameter_offload=true"),
+        ("weights", "update", {"optim": {"kind": "muon"}}, "model.lora.rank=16"),
     ],
 )  # fmt: skip
 def test_the_largest_part_comes_first(

@@ -75,3 +75,31 @@ def test_the_snapshot_of_a_device_that_ran_out_names_the_lines_that_took_its_mem
     [ours] = [each for each in blocks if each.get("address") == held.data_ptr()]
     assert __file__ in {frame["filename"] for frame in ours["frames"]}
     assert any(event["action"] == "oom" for trace in snapshot["device_traces"] for event in trace)
+
+
+def test_weights_and_gradients_on_the_host_change_nothing_and_free_an_accelerators_memory(
+    tmp_path: Path, alone: Layout, device: torch.device
+) -> None:
+    path = save_tiny(
+        tmp_path / "deep", "qwen3", torch.float32, hidden_size=256, num_hidden_layers=6
+    )
+    batch = cut(make_examples(VOCAB, (300, 90, 200)), alone, 3)
+    norms, held = [], []
+    for moves in (False, True):
+        config = EngineConfig(precision="bf16", parameter_offload=moves)
+        hf_config = AutoConfig.from_pretrained(path)
+        before = allocated(device) if device.type == "cuda" else 0
+        engine = TorchEngine(hf_config, config, OptimConfig(), layout=alone, device=device)
+        engine.load(SafetensorsSource(path), Part.WEIGHTS)
+        for _ in range(3):
+            engine.forward_backward(batch, loss)
+            norm = engine.optim_step(LR).values_by_name()["grad_norm"]
+        places = {s.tensor.device.type for part in Part for s in engine.shards(part)}
+        assert places == {"cpu" if moves else device.type}
+        if device.type == "cuda":
+            held.append(allocated(device) - before)
+        norms.append(norm)
+        engine.close()
+    assert norms[0] == pytest.approx(norms[1], rel=1e-3)
+    if device.type == "cuda":
+        assert held[1] < held[0] / 4

@@ -114,6 +114,12 @@ def test_state_is_twelve_bytes_a_parameter():
     assert parts["weights"] + parts["optimizer"] == 12 * elements
 
 
+def test_offloaded_parameters_need_the_host_alone():
+    plan = plan_of(SFT | {"engine": {"parameter_offload": True}}, devices="1xB200-180G")
+    assert not {"weights", "optimizer"} & set(plan.phases["save"])
+    assert plan.host["weights"] + plan.host["optimizer"] == 16 * MODEL.elements
+
+
 def test_muon_keeps_one_number_of_a_matrix():
     values = SFT | {"optim": {"kind": "muon"}}
     parts = plan_of(values, devices="1xB200-180G").phases["save"]

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     SelectiveCheckpointContext,
@@ -112,15 +112,14 @@ def parallelize(
         reduce_dtype=torch.float32,
         cast_forward_inputs=False,
     )
+    how: dict[str, Any] = {"mesh": weights, "mp_policy": policy}
+    if config.parameter_offload:  # copies from pinned memory overlap with compute
+        how["offload_policy"] = CPUOffloadPolicy(pin_memory=weights.device_type != "cpu")
+    regathers = config.reshard_after_forward and parts > 1
     for layer in layers:
-        fully_shard(
-            layer,
-            mesh=weights,
-            mp_policy=policy,
-            reshard_after_forward=config.reshard_after_forward and parts > 1,
-        )
+        fully_shard(layer, reshard_after_forward=regathers, **how)
     # The backward pass begins with the head, so its weights stay gathered.
-    fully_shard(scorer, mesh=weights, mp_policy=policy, reshard_after_forward=False)
+    fully_shard(scorer, reshard_after_forward=False, **how)
     if weights.size() > 1:  # the mean over one rank is its sum, without a division
         for module in scorer.modules():
             if isinstance(module, FSDPModule):
@@ -151,14 +150,14 @@ def global_norm(
     is_first = tensor is None or tensor.rank() == 0
     named = gradients.items()
     counted = [each for name, each in named if each.numel() and (is_first or name in cuts)]
-    if device.type == "cpu" or not counted:
+    if not counted or counted[0].is_cpu:
         # This makes no copy. It goes by rows, since the norm of a whole matrix at once is less exact.
         rows = [torch.linalg.vector_norm(each, dim=-1, dtype=torch.float32) for each in counted]
         squares = [norms.square_().sum() for norms in rows]
     else:
         norms = torch.stack(torch._foreach_norm(counted, 2, torch.float32))
         squares = [norms.square_().sum()]
-    total = torch.stack(squares).sum() if squares else torch.zeros((), device=device)
+    total = torch.stack(squares).sum().to(device) if squares else torch.zeros((), device=device)
     for group in (shard, tensor):
         if group is not None and group.size() > 1:
             dist.all_reduce(total, group=group)

@@ -100,7 +100,7 @@ class TorchEngine(ShardedEngine):
             around = offload.around
         self._regions = () if self._adapter else regions(model)
         self._cuts = parallelize(self._scorer, config, self.mesh, around)
-        materialize(self._scorer, device)
+        materialize(self._scorer, device, on_host=config.parameter_offload)
         if self._adapter is not None:
             self._adapter.cut(self._cuts)
             self._regions = self._adapter.weights

@@ -48,6 +48,7 @@ ALL = selective("core_attn", "mlp", "moe", "shared_experts")
 ONE: list[Case] = [("shared", BALANCED, ALL)]
 TWO: list[Case] = [("dense", {}, OVERLAP), ("mixture", EXPERTS, OVERLAP)]
 OVERLAPPED: list[Case] = [
+    ("dense", {}, {"megatron": {"overlap_grad_reduce": False, "overlap_param_gather": True}}),
     ("dense", {"sequence_parallel": 2}, OVERLAP),
     ("dense", VIRTUAL, OVERLAP),
     ("mixture", TENSOR, OVERLAP),
