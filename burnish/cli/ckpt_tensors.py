@@ -155,7 +155,7 @@ def exportable(step: CommittedStep, *, role: str, merged: bool, base: Path | Non
     """Return a step's model, a role's, or an adapter's merged model. Raises `UsageError` for choices that exclude each other."""
     if merged and role:
         raise UsageError(
-            "only the run's own model has an adapter",
+            "--merged is for the adapter of the run's own model; PEFT merges that of a critic",
             have=f"--merged --role {role}",
             do="leave out --role",
         )

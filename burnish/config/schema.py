@@ -437,6 +437,8 @@ class CriticConfig(Section):
     """A directory or hub's id to start it from: a token classification model with one label, or a language model, which gets a new head. Default: the policy's model."""
     lr: float = Field(1e-5, ge=0)
     """Peak learning rate of the critic. The other settings of `optim` apply to it too."""
+    lora_rank: int = Field(0, ge=0)
+    """Train an adapter of this rank and the head, instead of the whole critic. Its layers and kind are those of `model.lora`, its alpha is auto. 0: all weights are trained."""
     warmup_steps: int = Field(0, ge=0)
     """Steps at the beginning in which only the critic learns. The policy and its learning rate's schedule wait."""
     clip: float | None = Field(0.2, gt=0)

@@ -48,13 +48,6 @@ class RewardModeling(PairMethod):
                 want="all weights trained, or model.lora",
                 do="remove model.train",
             )
-        if config.model.adapter and config.engine.kind != "torch":
-            yield UsageError(
-                "adapters of reward models are trained by the torch engine alone",
-                have=f"engine.kind: {config.engine.kind}",
-                want="engine.kind: torch, or no model.lora",
-                do="remove one of the two",
-            )
 
     def foundation(self, foundation: Foundation) -> Foundation:
         """Return the backbone with transformers' head for sequence classification, of one label."""
@@ -68,9 +61,9 @@ class RewardModeling(PairMethod):
         judge = valued(foundation, foundation.config.model, hf_config)
         if foundation.adapter is None:
             return judge
-        from burnish.methods.parts.adapted_judge import adapted_judge
+        from burnish.methods.parts.adapted_scorer import adapted_scorer
 
-        return adapted_judge(judge, foundation.adapter["base"])
+        return adapted_scorer(judge, foundation.adapter["base"])
 
     def _is_by_step(self, config: RunConfig) -> bool:
         return self.settings(config).step_separator is not None

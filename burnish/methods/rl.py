@@ -100,7 +100,8 @@ class RL(Method):
         from burnish.plan.model import Workload
 
         parts = (config.batch, config.data, config.rollout, config.algorithm)
-        return Workload.of_completions(*parts).taught(config.distill)
+        work = Workload.of_completions(*parts).taught(config.distill)
+        return work.with_critic(config.critic.lora_rank)
 
     def dry_runs(self, config: RunConfig) -> Iterator[Callable[[], object]]:
         """See `Method.dry_runs`."""

@@ -132,10 +132,11 @@ class Planner:
                 want=f"one of {', '.join(_DEGREES)}",
                 do="plan with engine.kind=torch",
             )
-        if config.engine.kind == "megatron" and config.model.adapter:
+        adapter = config.model.adapter or config.critic.lora_rank
+        if config.engine.kind == "megatron" and adapter:
             raise UsageError(
                 "the planner does not know the megatron engine's memory with an adapter",
-                have="engine.kind: megatron, model.lora",
+                have="engine.kind: megatron, model.lora or critic.lora_rank",
                 want="all weights trained, or engine.kind: torch",
                 do="plan with engine.kind=torch",
             )

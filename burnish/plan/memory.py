@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 
-from burnish.config.schema import EngineConfig, OptimConfig
+from burnish.config.schema import EngineConfig, LoraConfig, OptimConfig
 from burnish.families import LayerShape
 from burnish.plan.devices import Devices
 from burnish.plan.model import (
@@ -83,7 +83,10 @@ class Needs:
         self._regathers = engine.reshard_after_forward and self._shards > 1
         self._critic = None
         if work.has_critic:
-            self._critic = self._needs_of(PlannedModel(model.shape, scores_values=True))
+            targets = model.lora.targets if model.lora else []
+            lora = LoraConfig(rank=work.critic_rank, targets=targets) if work.critic_rank else None
+            critic = PlannedModel(model.shape, lora, scores_values=True)
+            self._critic = self._needs_of(critic)
         self._judges = [self._needs_of(judge) for judge in judges]
         self._teachers = [self._needs_of(teacher) for teacher in teachers]
 

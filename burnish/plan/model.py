@@ -425,6 +425,8 @@ class Workload:
     """Whether a frozen reference scores the sequences."""
     has_critic: bool = False
     """Whether a second model learns values."""
+    critic_rank: int = 0
+    """The rank of the adapter that this model trains; 0: it is trained whole."""
     keeps_heads: bool = False
     """Whether each device holds teachers' whole output layers, for the divergence over the vocabulary."""
     slots: int = 0
@@ -500,6 +502,10 @@ class Workload:
     def alone(self) -> Self:
         """The work of a critic or reward model."""
         return replace(self, has_critic=False, has_reference=False, slots=0)
+
+    def with_critic(self, rank: int) -> Self:
+        """Return the work with this `critic.lora_rank`."""
+        return replace(self, critic_rank=rank)
 
     def taught(self, distill: DistillConfig) -> Self:
         """Return the work with teachers. One that is the start is the reference."""

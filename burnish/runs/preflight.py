@@ -158,11 +158,11 @@ def _models(
     ):
         if isinstance(value, str):
             yield from _file(value, setting)
-    if model.adapter is not None:
+    if model.adapter is not None or critic.lora_rank:
         want = "peft, which has the adapter's modules"
-        do = f"{install('lora')}, or remove model.lora"
-        yield from _package("peft", "model.lora", want, do)
-        if model.adapter.quantize_base != "none":
+        do = f"{install('lora')}, or remove model.lora and critic.lora_rank"
+        yield from _package("peft", "an adapter", want, do)
+        if model.lora.quantize_base != "none":
             want = "bitsandbytes, which quantizes"
             do = f"{install('qlora')}, or set model.lora.quantize_base=none"
             yield from _package("bitsandbytes", "model.lora.quantize_base", want, do)

@@ -93,7 +93,8 @@ class Run:
         self._observers = RunObservers(session, total_steps)
         self._saver = StepSaver(session, learners, fingerprints, self._observers)
         main = learners[MAIN].foundation
-        session.intact.require(*main.places(fresh=False))
+        for learner in learners.values():
+            session.intact.require(*learner.foundation.places(fresh=False))
         # The newest step comes first: a run that resumes does not read the weights that it began with.
         loaded = self._saver.resume()
         if loaded is None:

@@ -197,7 +197,7 @@ class StepSaver:
             models[MAIN] = replace(models[MAIN], untrained=self._surrounding)
         return Contents(
             models=models,
-            state=state_json(reached.state, main, self._fingerprints, self._digest),
+            state=state_json(reached.state, self._learners, self._fingerprints, self._digest),
             files=files,
             healthy=is_healthy,
             check_finite=True,

@@ -183,6 +183,7 @@ def formula_rows(
     yield "formula", f"{', '.join(formula)}{kl}"
     if algorithm.advantage.name == "gae":
         origin = critic.path or "the policy's model with a fresh head"
+        origin += f", an adapter of rank {critic.lora_rank}" if critic.lora_rank else ""
         warmup = count_text(critic.warmup_steps, "step")
         alone = f", alone for {warmup}" if critic.warmup_steps else ""
         rates = f"learning rate {critic.lr:g}{alone}"

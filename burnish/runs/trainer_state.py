@@ -6,7 +6,7 @@ import json
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
-from pathlib import Path, PurePath
+from pathlib import Path, PurePath, PurePosixPath
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import xxhash
@@ -203,21 +203,19 @@ def counts(engine: Engine) -> Updates:
 
 
 def state_json(
-    state: TrainerState, main: Learner, fingerprints: Fingerprints, config_digest: str
+    state: TrainerState, learners: Mapping[str, Learner], fingerprints: Fingerprints, digest: str
 ) -> dict[str, Any]:
-    """Return the content of state.json in this state."""
-    adapter = main.foundation.adapter
-    critic = main.foundation.config.critic
-    written = {} if adapter is None else {ADAPTER_STATE: adapter}
-    return (
-        asdict(state)
-        | written
-        | {
-            _INPUTS: asdict(fingerprints),
-            _CONFIG_DIGEST: config_digest,
-            _WEIGHTS_VERSION: weights_version(state.step, critic.warmup_steps),
-        }
-    )
+    """Return the content of state.json in this state; `digest` is that of the settings."""
+    warmup = learners[MAIN].foundation.config.critic.warmup_steps
+    adapters = {_adapter_key(role): each.foundation.adapter for role, each in learners.items()}
+    written: dict[str, Any] = {_INPUTS: asdict(fingerprints), _CONFIG_DIGEST: digest}
+    written[_WEIGHTS_VERSION] = weights_version(state.step, warmup)
+    written |= {key: adapter for key, adapter in adapters.items() if adapter is not None}
+    return asdict(state) | written
+
+
+def _adapter_key(role: str) -> str:
+    return PurePosixPath(role, ADAPTER_STATE).as_posix()
 
 
 def read_state(step: CommittedStep) -> TrainerState:
@@ -230,7 +228,8 @@ def read_state(step: CommittedStep) -> TrainerState:
             do=f"begin a run from it: model.path={step.path / 'model'}, and another name=NAME",
         )
     names = {field.name for field in fields(TrainerState)}
-    beside = {_CONFIG_DIGEST, _WEIGHTS_VERSION, _INPUTS, ADAPTER_STATE}
+    beside = {_CONFIG_DIGEST, _WEIGHTS_VERSION, _INPUTS}
+    beside |= {name for name in step.state if PurePath(name).name == ADAPTER_STATE}
     given = {name: value for name, value in step.state.items() if name not in beside}
     wrong = names - _WRITTEN_LATER - given.keys()
     wrong |= {_CONFIG_DIGEST} if type(step.state.get(_CONFIG_DIGEST, "")) is not str else set()
@@ -268,7 +267,9 @@ def restore(
     """
     main = learners[MAIN]
     state = read_state(step)
-    require_same_adapter(step.state.get(ADAPTER_STATE), main.foundation.adapter, step.path)
+    for role, learner in learners.items():
+        recorded = step.state.get(_adapter_key(role))
+        require_same_adapter(recorded, learner.foundation.adapter, step.path / role)
     changed = fingerprints.changed_since(step.state.get(_INPUTS), step.path)
     if step.state.get(_CONFIG_DIGEST, config_digest) != config_digest:
         changed.append("the settings that decide the outcome, or which of them there are")
@@ -314,7 +315,7 @@ def require_same_adapter(
         "\n  ".join([f"{where} holds {relation} this run trains", *table(rows)]),
         have=f"{kinds[0]} that differs in {', '.join(keys)}" if have and want else kinds[0],
         want=kinds[1],
-        do="restore model.path and model.lora, or begin another run with name=NAME",
+        do="restore model.path and model.lora (of a critic, critic.path and critic.lora_rank), or begin another run with name=NAME",
     )
 
 

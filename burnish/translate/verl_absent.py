@@ -19,7 +19,7 @@ _OTHER_ENGINE = "it is an option of another engine; engine.kind is torch (FSDP2)
 _PATTERNS = (
     (r"actor_rollout_ref\.ref\.(?!model\.path)", "the reference is held as the policy is"),
     (
-        r"critic\.(?!model\.path|optim\.lr$|cliprange_value|path$)",
+        r"critic\.(?!model\.path|model\.lora_rank$|optim\.lr$|cliprange_value|path$)",
         "the critic's other settings are those of the policy",
     ),
     (r"ray_kwargs\.|ray_init\.|hydra\.|config_path$", _LAUNCHED),

@@ -7,6 +7,7 @@ import signal
 
 import pytest
 import torch
+from support.models.tiny import save_base
 from support.runs import same_runs
 from support.runs.same_runs import assert_same
 from support.runs.training_files import (
@@ -95,6 +96,25 @@ def test_ppo_is_that_of_the_torch_engine(work, critics_of_torch, layout):
     run = done(work, *argv, world=2)
     assert_same(run, critics_of_torch)
     assert any("critic/model" in name for name in weights(run))
+
+
+@pytest.mark.nightly
+def test_adapters_of_policy_and_critic_go_on_from_engine_to_engine(work):
+    """Either engine resumes what the other has saved, and trains what one run of the torch engine does."""
+    save_base(work / "base", seed=0)
+    adapted = [*PPO, "model.fresh=null", "model.path=base", "model.lora.rank=4"]
+    adapted += ["critic.lora_rank=2", "steps=4", "evaluation.every=1"]
+    wanted = done(work, *adapted, "name=adapted")
+    assert all(
+        "model.safetensors" not in name or "lora_" in name or "score" in name
+        for name in weights(wanted)
+    )
+    assert any("critic/model/adapter_model" in name for name in weights(wanted))
+    for layout in LAYOUTS.values():
+        argv = [*adapted, f"name=chain_{layout[-10]}"]
+        for steps, how in ((2, []), (3, [MEGATRON, layout]), (4, [])):
+            run = done(work, *argv, *how, f"steps={steps}", world=1 + bool(how))
+        assert_same(run, wanted)
 
 
 @pytest.mark.nightly

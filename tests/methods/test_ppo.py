@@ -9,8 +9,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from peft import PeftModel
 from safetensors.torch import load_file
 from support.checkpoints.states import committed
+from support.models.tiny import save_base
 from support.runs.training_files import At, burnish, done, metrics, outcome, weights
 from transformers import AutoModelForTokenClassification
 
@@ -122,6 +124,35 @@ def test_stopped_by_a_signal_before_the_first_step_and_between_two_updates(
         code, output = burnish(work, *argv, at=At(place, nth, signal.SIGTERM))
         assert code == 128 + signal.SIGTERM, output
     assert outcome(done(work, *argv)) == outcome(in_peace)
+
+
+@pytest.mark.nightly
+def test_a_critic_as_an_adapter_is_one_of_peft_and_resumes(work: Path) -> None:
+    save_base(work / "base", seed=0)
+    argv = [*PPO, "model.fresh=null", "model.path=base", "critic.lora_rank=4", *SAVING]
+    whole = done(work, *argv, "name=adapted")
+    at = At("burnish.methods.parts.critic:Critic.update", 6, signal.SIGKILL)
+    code, output = burnish(work, *argv, "name=adapted_cut", at=at)
+    assert code == -signal.SIGKILL, output
+    assert outcome(done(work, *argv, "name=adapted_cut")) == outcome(whole)
+    shared = done(work, *argv, "engine.tensor_parallel=2", "name=adapted_tp", world=2)
+    assert metrics(shared)[0] == pytest.approx(metrics(whole)[0], rel=1e-4, abs=1e-5)
+    path = newest(whole) / "critic/model"
+    saved = load_file(path / "adapter_model.safetensors")
+    assert {name for name in saved if ".lora_" not in name} == {
+        "base_model.model.score.weight",
+        "base_model.model.score.bias",
+    }
+    base = AutoModelForTokenClassification.from_pretrained(work / "base", num_labels=1)
+    loaded = PeftModel.from_pretrained(base, path).state_dict()
+    for name, tensor in saved.items():
+        place = "modules_to_save.default." if "score" in name else ""
+        head, _, kind = name.rpartition(".")
+        inner = f"{head}.{place}{kind}" if place else f"{head}.default.{kind}"
+        assert torch.equal(loaded[inner], tensor), name
+        assert tensor.abs().sum() > 0, name
+    code, output = burnish(work, *argv, "name=adapted", "critic.lora_rank=2", "steps=7")
+    assert (code, "critic.lora_rank" in output, "Traceback" in output) == (4, True, False), output
 
 
 @pytest.mark.nightly

@@ -120,6 +120,8 @@ def test_an_adapter_and_its_head_are_peft(work: Path) -> None:
     assert command.wait() != 0
     assert_same(done(work, *argv, "name=adapted-killed"), run)
     assert_same(done(work, *argv, "name=adapted-shared", world=2), run)
+    stages = ["engine.kind=megatron", "engine.pipeline_parallel=2"]
+    assert_same(done(work, *argv, *stages, "name=adapted-stages", world=2), run)
     code, output = burnish(work, "eval", str(run))
     assert (code, "merge_and_unload" in output, "Traceback" in output) == (4, True, False), output
     # Merged, it judges completions.

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from typing import Any
 
 from transformers import PretrainedConfig
 
 from burnish.algorithms.critic import value_loss_fn
 from burnish.algorithms.schedule import learning_rate
 from burnish.boxes.shards import Shard, ShardSource
-from burnish.config.schema import ModelConfig
+from burnish.config.schema import LoraConfig, ModelConfig, RunConfig
 from burnish.engines.base import Engine
 from burnish.engines.factory import settings_beside
+from burnish.errors import UsageError
 from burnish.methods.parts.policy_update import CRITIC
 from burnish.models.heads import has_value_head
 from burnish.models.loading import (
@@ -32,17 +34,41 @@ from burnish.tracking.stats import Stats
 def critic_foundation(policy: Foundation) -> Foundation:
     """Return the critic's start: `critic.path`, or the policy's backbone with a fresh head.
 
-    Every weight is trained, even if the policy trains an adapter.
+    Every weight is trained, even if the policy trains an adapter, or with `critic.lora_rank` an adapter and the head.
     """
     config = policy.config
+    lora = _critic_lora(config)
     model = config.model
     if config.critic.path is not None:
         model = model.model_copy(update={"path": config.critic.path, "fresh": None})
     hf_config = value_config(read_model_config(model))
     engine = settings_beside(hf_config, config.engine)
     optim = config.optim.model_copy(update={"lr": config.critic.lr})
+    if lora is not None:
+        if model.path is None:
+            raise UsageError(
+                "only the adapter of a new critic would be saved",
+                have=f"critic.lora_rank: {lora.rank}, and no model.path",
+                want="a model that the adapter belongs to",
+                do="set critic.path or model.path, or critic.lora_rank=0",
+            )
+        model = model.model_copy(update={"lora": lora, "train": []})
+        config = config.model_copy(update={"model": model})
     config = config.model_copy(update={"engine": engine, "optim": optim})
-    return valued(replace(policy, config=config, card=""), model, hf_config)
+    critic = valued(replace(policy, config=config, card=""), model, hf_config)
+    if lora is None:
+        return critic
+    from burnish.methods.parts.adapted_scorer import adapted_scorer
+
+    is_beside = policy.adapter is not None and config.critic.path is None
+    return adapted_scorer(critic, policy.adapter["base"] if policy.adapter and is_beside else None)
+
+
+def _critic_lora(config: RunConfig) -> LoraConfig | None:
+    """Return the adapter of `critic.lora_rank`, or None."""
+    rank = config.critic.lora_rank
+    own: dict[str, Any] = {"rank": rank, "alpha": "auto", "path": None, "modules_to_save": []}
+    return config.model.lora.model_copy(update=own) if rank else None
 
 
 def valued(foundation: Foundation, model: ModelConfig, hf_config: PretrainedConfig) -> Foundation:

@@ -212,7 +212,9 @@ class Adapter:
                 want="engine.tensor_parallel: 1",
                 do="set engine.tensor_parallel=1, or start from an adapter without use_dora",
             )
-        if self._copies and cuts:
+        modules = {name.rpartition(".")[0] for name in self.originals.values()}
+        is_scorer = has_value_head(self.model.config)  # its head is whole in any case
+        if len(modules) > is_scorer and cuts:
             raise IncompatibleError(
                 "tensor parallelism does not divide modules that are trained beside an adapter",
                 have=few(sorted(self.originals.values())),

@@ -6,9 +6,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
 from contracts.engine import CLIP, assert_relative, cut, make_examples
+from support.models.adapters import adapter_tensor, saved_name
 from support.models.engines import OPTIM, make_engine, make_frozen
 from support.models.tiny import VOCAB, tiny_config
 from support.nightly import by_day
@@ -17,6 +19,7 @@ from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
 from burnish.check.comparison import step_of_engine
+from burnish.config.schema import LoraConfig
 from burnish.distributed.layout import Layout
 from burnish.families import FAMILIES
 from burnish.models.names import model_shards
@@ -24,6 +27,8 @@ from burnish.models.value_head import value_class, value_config
 from burnish.records import Example, MicroBatch, TokenOutputs
 from burnish.tracking.stats import Stats
 
+LORA = LoraConfig(rank=3, alpha=5.0)
+ADAPTED = LORA.model_copy(update={"modules_to_save": ["score"]})
 LAYOUTS: list[dict[str, Any]] = [
     {"tensor_parallel": 2},
     {"tensor_parallel": 2, "megatron_sequence_parallel": False},
@@ -74,7 +79,26 @@ def loss(outputs: TokenOutputs, micro: MicroBatch) -> tuple[Tensor, Stats]:
     return terms.sum() / micro.num_tokens, Stats()
 
 
+def require_step(outcome: Any, wanted: Mapping[str, Any], case: str) -> None:
+    """Loss, norm, values and gradients are those of a plain model."""
+    assert outcome.loss == pytest.approx(wanted["loss"], rel=1e-5), case
+    assert outcome.norm == pytest.approx(wanted["norm"], rel=1e-5), case
+    for number, values in enumerate(wanted["values"]):
+        mine = outcome.logprobs[f"sequence {number}"]
+        assert_relative(mine, values, 1e-5, f"{case}: sequence {number}")
+    assert outcome.gradients.keys() == wanted["gradients"].keys(), case
+    for name, gradient in wanted["gradients"].items():
+        assert_relative(outcome.gradients[name], gradient, 2e-5, f"{case}: {name}")
+
+
 def by_hand(model: PreTrainedModel) -> dict[str, Any]:
+    """What `step_by_hand` says, gradients by the names of the checkpoint."""
+    found = step_by_hand(model)
+    shards = model_shards(model, found["gradients"])
+    return {**found, "gradients": {shard.spec.name: shard.tensor for shard in shards}}
+
+
+def step_by_hand(model: PreTrainedModel) -> dict[str, Any]:
     """Each sequence by itself: the value before a token is what is said of the token before it."""
     values = [_values(model, example) for example in make_examples(VOCAB)]
     (whole,) = cut(make_examples(VOCAB), Layout(), 6).microbatches
@@ -86,7 +110,7 @@ def by_hand(model: PreTrainedModel) -> dict[str, Any]:
         "values": [each.detach() for each in values],
         "loss": float(total.detach()),
         "norm": float(norm),
-        "gradients": {s.spec.name: s.tensor for s in model_shards(model, gradients)},
+        "gradients": gradients,
     }
 
 
@@ -96,6 +120,52 @@ def _values(model: PreTrainedModel, example: Example) -> Tensor:
     said = model.score(hidden)[0, :-1, 0]
     mask = torch.from_numpy(example.loss_mask)
     return torch.where(mask, torch.cat([torch.zeros(1), said]), 0.0)
+
+
+def adapted_by_hand(model: PreTrainedModel) -> dict[str, Any]:
+    """What `step_by_hand` says of an adapter and a head that train on the model, by the names of PEFT's files."""
+    config = peft.LoraConfig(
+        r=LORA.rank,
+        lora_alpha=LORA.scale_alpha,
+        target_modules="all-linear",
+        exclude_modules=["score"],
+        modules_to_save=["score"],
+        task_type="TOKEN_CLS",
+    )
+    adapted = peft.get_peft_model(model, config).eval()
+    with torch.no_grad():
+        for name, parameter in adapted.named_parameters():
+            if parameter.requires_grad:
+                parameter.copy_(adapter_tensor(saved_name(name), tuple(parameter.shape)))
+    found = step_by_hand(adapted.get_base_model())
+    gradients = {
+        saved_name(f"base_model.model.{name}"): gradient
+        for name, gradient in found["gradients"].items()
+    }
+    return {**found, "gradients": gradients}
+
+
+def adapted_rank(layout: Layout, path: Path, layouts: Sequence[Mapping[str, Any]]) -> list[Any]:
+    """At each layout a step of an adapter and a head."""
+    found = []
+    for settings in layouts:
+        engine = make_engine(layout, path, lora=ADAPTED, **settings)
+        batch = cut(make_examples(VOCAB), engine.layout, 2)
+        found.append(step_of_engine(engine, batch, loss, OPTIM))
+        engine.close()
+    return found if layout.is_main else []
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("world", [1, 2])
+def test_values_and_gradients_of_an_adapter_are_pefts(tmp_path: Path, world: int) -> None:
+    path = tmp_path / "critic"
+    wanted = adapted_by_hand(save_classifier(path, CONFIGS["a deep critic"]))
+    layouts = [{"kind": "torch"}] + [{"kind": "megatron", **each} for each in [{}, *LAYOUTS]]
+    layouts += [{"kind": "torch", "tensor_parallel": 2}]
+    told = layouts[:2] if world == 1 else layouts
+    for settings, outcome in zip(told, run_ranks(adapted_rank, world, path, told)[0], strict=True):
+        require_step(outcome, wanted, str(settings))
 
 
 def valued_rank(
@@ -141,14 +211,6 @@ def test_values_and_gradients_are_those_of_transformers(
     told = [(tmp_path / name, settings) for name, settings in cases]
     outcomes = run_ranks(valued_rank, world, told)[0]
     for case, (outcome, same) in zip(cases, outcomes, strict=True):
-        wanted = oracles[case[0]]
         assert same, case
-        assert outcome.loss == pytest.approx(wanted["loss"], rel=1e-5), case
-        assert outcome.norm == pytest.approx(wanted["norm"], rel=1e-5), case
-        for number, values in enumerate(wanted["values"]):
-            mine = outcome.logprobs[f"sequence {number}"]
-            assert_relative(mine, values, 1e-5, f"{case}: sequence {number}")
-        assert outcome.gradients.keys() == wanted["gradients"].keys()
+        require_step(outcome, oracles[case[0]], str(case))
         assert ("score.bias" in outcome.gradients) == (case[0] != "a judge")
-        for name, gradient in wanted["gradients"].items():
-            assert_relative(outcome.gradients[name], gradient, 2e-5, f"{case}: {name}")
