@@ -230,7 +230,7 @@ def _judged_answers(
     """Return held-out answers with the rewards of all ranks: row, side and reward. None if there are none. Collective."""
     shares = gather_objects(judged, models.policy.layout)
     rewards: defaultdict[int, list[float]] = defaultdict(list)
-    for row, _, reward in sorted(chain.from_iterable(shares)):
+    for row, _, reward in sorted({*chain.from_iterable(shares)}):  # some ranks judge the same
         rewards[row].append(reward)
     if not rewards:
         return None
