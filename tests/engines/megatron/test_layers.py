@@ -22,7 +22,8 @@ def engine(asked: str, precision: str = "bf16") -> EngineConfig:
 @pytest.fixture(autouse=True)
 def neither(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever is installed on this machine."""
-    monkeypatch.setattr(modules, "transformer_engine", SimpleNamespace(TEGroupedLinear=None))
+    absent = SimpleNamespace(TEGroupedLinear=None, fused_permute_with_probs=None)
+    monkeypatch.setattr(modules, "transformer_engine", absent)
     monkeypatch.setattr(modules.linear, "_grad_accum_fusion_available", False)
 
 
@@ -31,7 +32,7 @@ def transformer_engine(neither: None, monkeypatch: pytest.MonkeyPatch) -> Simple
     """A TransformerEngine, of which Megatron's classes have but their names."""
     names = ("TELayerNormColumnParallelLinear", "TERowParallelLinear", "TENorm", "TEGroupedLinear")
     names += ("TEColumnParallelLinear", "TEColumnParallelGroupedLinear")
-    names += ("TERowParallelGroupedLinear",)
+    names += ("TERowParallelGroupedLinear", "fused_permute_with_probs")
     found = SimpleNamespace(**{name: type(name, (), {}) for name in names})
     monkeypatch.setattr(modules, "transformer_engine", found)
     return found
