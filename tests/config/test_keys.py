@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-import re
+import ast
 from pathlib import Path
 
 import pytest
@@ -16,8 +16,9 @@ def test_every_setting_leaves_a_choice_and_is_read() -> None:
     named = [key for key in settings if key.values.startswith("one of ")]
     assert [key.name for key in named if ", " not in key.values] == []
     assert len(named) > 10
-    code = "".join(p.read_text() for p in PACKAGE.rglob("*.py") if p.parent.name != "config")
-    attributes = set(re.findall(r"\.(\w+)", code))
+    trees = (ast.parse(path.read_text()) for path in PACKAGE.rglob("*.py"))
+    nodes = (node for tree in trees for node in ast.walk(tree))
+    attributes = {node.attr for node in nodes if isinstance(node, ast.Attribute)}
     assert [key.name for key in settings if key.name.rpartition(".")[2] not in attributes] == []
 
 

@@ -230,7 +230,7 @@ def unhurt(tab: Tab) -> None:
 
 def test_runs_charts_and_rollouts_show(tab: Tab, address: str) -> None:
     show(tab, address)
-    tab.wait("document.querySelectorAll('tbody tr').length === 8")
+    tab.wait("document.querySelectorAll('tbody tr').length === 9")
     assert "own" in text(tab, "tbody")
     show(tab, f"{address}#/run/own")
     tab.wait("document.querySelectorAll('.uplot canvas').length > 2")
