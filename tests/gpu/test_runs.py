@@ -30,7 +30,7 @@ REPOSITORY = Path(__file__).parents[2]
 STEPS = 6
 KINDS = {"sft": ("train/loss", "val/loss"), "rl": ("reward/mean", "val/mean@1")}
 COMMON = ["engine.precision=bf16", f"steps={STEPS}", "checkpoint.save_every=1"]
-KILLED = "burnish.engines.torch.torch_engine:TorchEngine.optim_step", 3, signal.SIGKILL
+KILLED = "burnish.engines.torch.torch_engine:TorchEngine.optim_step", 3, signal.SIGKILL, 0.0
 """Where a run kills itself: in its third step."""
 SECONDS = 600
 PARTS = {
@@ -87,11 +87,13 @@ def start(
     kind: str,
     name: str,
     device: torch.device,
-    at: tuple[str, int, int] | None = None,
+    at: tuple[str, int, int, float] | None = None,
     settings: Sequence[str] = (),
 ) -> subprocess.Popen[bytes]:
-    """A run; `at` is as in `support.runs.training_files.At`."""
-    program = ["-m", "burnish"] if at is None else ["-c", PROGRAM.format(at=(*at[:2], int(at[2])))]
+    """A run; `at` is as in `support.runs.forked_command.signal_at`."""
+    program = (
+        ["-m", "burnish"] if at is None else ["-c", PROGRAM.format(at=(*at[:2], int(at[2]), at[3]))]
+    )
     modules = with_given_path(REPOSITORY, REPOSITORY / "tests")
     hidden = {} if device.type == "cuda" else {"CUDA_VISIBLE_DEVICES": ""}
     with (work / f"{name}.txt").open("ab") as log:
