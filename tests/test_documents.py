@@ -61,9 +61,10 @@ def environ(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, str]:
 BY_NIGHT = tuple(
     f"docs/guides/{name}.md"
     for name in (
-        *("add-a-method", "agents", "asynchronous", "clusters", "code-rewards", "data"),
-        *("distillation", "environments", "evaluation", "extending", "from-trl", "generators"),
-        *("megatron", "ppo", "preferences", "resharding", "reward-models", "tracking"),
+        *("add-a-method", "agents", "asynchronous", "checkpoints", "clusters", "code-rewards"),
+        *("data", "distillation", "environments", "evaluation", "extending", "from-trl"),
+        *("generators", "lora", "megatron", "memory", "ppo", "preferences", "remote-files"),
+        *("resharding", "reward-models", "tracking"),
     )
 )
 """Pages whose blocks take long."""

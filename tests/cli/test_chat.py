@@ -86,6 +86,7 @@ def test_a_conversation(work: Path, talk: Talk) -> None:
     assert talk(TEXTS, run, *settings)[:2] == (0, wanted)
 
 
+@pytest.mark.nightly
 def test_commands_are_not_sent_to_the_model(work: Path, talk: Talk) -> None:
     run = Path("runs/run")
     wanted = answers(run / "checkpoints/step-00000002/model", ["1+1=", "and 2?"], ["3+3="])

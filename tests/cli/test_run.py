@@ -92,6 +92,7 @@ def test_a_dry_run_sees_a_completion_that_is_as_long_as_the_model(
 
 
 @pytest.mark.parametrize("kind", ["longrope", "dynamic", "yarn"])
+@pytest.mark.nightly
 def test_a_sequence_beyond_the_original_length_of_its_positions_is_refused_before_weights(
     work: Path, capsys: pytest.CaptureFixture[str], kind: str
 ) -> None:

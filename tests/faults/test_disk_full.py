@@ -50,6 +50,7 @@ def assert_only(run: Path, step: int) -> None:
     assert not list((run / "checkpoints").glob(".inflight*"))
 
 
+@pytest.mark.nightly
 def test_a_disk_without_room_for_another_step(work: Path, small_disk: Path) -> None:
     argv = [
         "sft", "sft.yaml", "name=run", f"output_dir={small_disk}", "checkpoint.reserve_gb=0", "tracking.trackers=[]",

@@ -402,6 +402,7 @@ def test_a_base_in_a_step_is_looked_at_again_wherever_it_is_read_again(lora):
         assert (code, str(file) in output) == (3, True), output
 
 
+@pytest.mark.nightly
 def test_another_adapter_is_refused(lora):
     run = done(lora, "sft", "sft-lora.yaml", "name=mine", "steps=1")
     code, output = burnish(lora, "sft", "sft-lora.yaml", "name=mine", "model.lora.rank=8")

@@ -83,6 +83,7 @@ def test_run_eval_and_written_model_give_the_same_bits(
 
 
 @pytest.mark.parametrize(("precision", "tolerance"), [("fp32", 1e-5), ("bf16", 1e-2)])
+@pytest.mark.nightly
 def test_transformers_agrees_on_the_written_model(
     ties: Path, precision: str, tolerance: float
 ) -> None:

@@ -110,6 +110,7 @@ def test_another_share_does_not_resume(work):
     done(work, *words, "steps=2")
 
 
+@pytest.mark.nightly
 def test_a_run_keeps_the_learning_rate_that_it_began_with(work):
     """The default of earlier versions, as they recorded it; a rate that was chosen is to be chosen again."""
     settings = json.loads((work / "sft.yaml").read_text())

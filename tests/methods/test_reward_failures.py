@@ -82,6 +82,7 @@ def test_a_completion_that_nobody_judges_is_no_member_of_its_group(work: Path) -
         assert np.isfinite(row["reward/mean"])
 
 
+@pytest.mark.nightly
 def test_an_evaluation_leaves_out_what_nobody_judges(work: Path) -> None:
     for name, dropped in (("letters", 0), ("some", 6)):
         code, said = burnish(

@@ -45,6 +45,7 @@ def reward(model: torch.nn.Module, tokenizer: AutoTokenizer, text: str) -> torch
     return logits[0, 0]
 
 
+@pytest.mark.nightly
 def test_it_is_bradley_and_terrys_model(work: Path, alone: Path) -> None:
     begun = done(work, *RUN, "name=begun", "steps=1", "optim.lr=0")
     start = begun / "checkpoints/step-00000001/model"

@@ -120,6 +120,7 @@ def test_a_damaged_checkpoint_is_set_aside_and_the_run_goes_on_from_the_older(wo
     assert outcome(work / "runs/damaged") == peace
 
 
+@pytest.mark.nightly
 def test_with_checkpoints_that_are_all_damaged_no_run_begins_anew(work):
     argv = ["sft", "sft.yaml", "name=ruined", "checkpoint.save_every=3", "checkpoint.keep_last=9"]
     checkpoints = done(work, *argv) / "checkpoints"

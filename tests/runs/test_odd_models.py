@@ -123,6 +123,7 @@ def test_what_could_not_be_saved_is_refused_before_training(good: Path, tmp_path
     ],
     ids=str,
 )
+@pytest.mark.nightly
 def test_new_models(good: Path, fresh: dict[str, Any]) -> None:
     with pytest.raises(BurnishError):
         laid({"fresh": FRESH | fresh, "tokenizer": str(good)})

@@ -95,6 +95,7 @@ KINDS = ("mean", "max")
 
 
 @pytest.mark.parametrize("case", by_day(CASES, ["everything"]))
+@pytest.mark.nightly
 def test_a_batch_is_drawn_with_the_weights_of_so_many_steps_before(
     work: Path, monkeypatch: pytest.MonkeyPatch, case: str
 ) -> None:

@@ -123,6 +123,7 @@ BY_DAY = (
 
 
 @pytest.mark.parametrize("name", by_day(REFUSED, BY_DAY))
+@pytest.mark.nightly
 def test_a_step_that_does_not_fit_the_run(work, name):
     change, code, words = REFUSED[name]
     change(work)

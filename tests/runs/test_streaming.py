@@ -53,6 +53,7 @@ def is_the_same_when_killed_and_resumed_on_two_ranks(
     return whole
 
 
+@pytest.mark.nightly
 def test_examples_go_on_with_the_next_row(streams: Path) -> None:
     whole = is_the_same_when_killed_and_resumed_on_two_ranks(
         streams, "sft", f"data.train=['file://{streams}/sums']"
