@@ -21,6 +21,7 @@ from burnish.boxes.tensor_reader import DirectoryReader
 from burnish.config.schema import ModelConfig
 from burnish.errors import BurnishError
 from burnish.files.safetensors import INDEX, weight_files
+from burnish.models.language_model import MTP
 from burnish.models.loading import read_model_config, weights_source
 from burnish.models.meta_init import build_on_meta, materialize
 from burnish.models.names import model_shards, tied_names
@@ -210,7 +211,8 @@ def edit_and_load(model_directory: Path, directory: Path, edits: list[Edit], dra
                     )
                 )
             reached = standing is not None and torch.equal(standing.double(), tensor.double())
-            assert reached or _is_named(name, said.text), name
+            kept = MTP.search(name)  # steps keep such tensors as they are
+            assert reached or kept or _is_named(name, said.text), name
     read = {path.name for path in weight_files(directory)} | {INDEX}
     for path in directory.iterdir():
         if path.suffix in (".safetensors", ".bin", ".gguf") and path.name not in read:
