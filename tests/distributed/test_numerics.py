@@ -75,6 +75,16 @@ def test_kernels_that_are_not_installed_are_refused(kernels, before):
     assert modes() == before
 
 
+def test_the_allocator_grows_its_segments(monkeypatch):
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.delenv(name, raising=False)
+    try:
+        grow_segments()
+        assert "expandable_segments:True" in torch._C._accelerator_getAllocatorSettings()
+    finally:
+        torch._C._accelerator_setAllocatorSettings("expandable_segments:False")
+
+
 def test_the_allocator_keeps_what_the_environment_says(monkeypatch):
     before = torch._C._accelerator_getAllocatorSettings()
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "max_split_size_mb:512")
