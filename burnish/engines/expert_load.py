@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
+from burnish.distributed.device import has_fp64
 from burnish.distributed.layout import Layout
 from burnish.engines.optim.optimizer import local
 from burnish.errors import IncompatibleError, UsageError
@@ -123,13 +124,15 @@ class BiasUpdates:
         self._rate = rate
         self._layout = layout
         # Whole numbers, but while several ranks compute a row each counts a part.
-        self._counts = torch.zeros(sizes[:2], dtype=torch.float64, device=device)
+        exact = torch.float64 if has_fp64(device) else torch.float32
+        self._counts = torch.zeros(sizes[:2], dtype=exact, device=device)
 
     def count(self, routing: Routing) -> None:
         """Add the choices of a micro-batch's rows."""
         assert routing.tokens is not None
         for router, chosen in routing.chosen.items():
-            of_choices = routing.tokens.double().repeat_interleave(chosen.shape[-1])
+            tokens = routing.tokens.to(self._counts.dtype)
+            of_choices = tokens.repeat_interleave(chosen.shape[-1])
             self._counts[router].index_add_(0, chosen.long().flatten(), of_choices)
 
     @torch.no_grad()
