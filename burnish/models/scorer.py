@@ -1,6 +1,6 @@
 """Score tokens by a model: a log-prob and an entropy, or a value, for each.
 
-The head runs inside `Scorer.forward`, so a sharded `Scorer` gathers the head's weight, tied or not.
+The head runs inside `Scorer.forward`, so a sharded `Scorer` gathers the head's weight, tied or not. A head of its own may be sharded apart.
 """
 
 from __future__ import annotations
@@ -51,6 +51,8 @@ class Scorer(nn.Module):
                 want="a linear layer without bias",
                 do="train a model of another family",
             )
+        if own is head:
+            model.set_output_embeddings(OutputLayer(own))
 
     def forward(
         self,
@@ -97,15 +99,47 @@ class Scorer(nn.Module):
         # Only states that predict a trained token go through the head. A prompt's tokens would cost logits over the whole
         # vocabulary, and nobody reads them.
         states = plan.predictors.take(hidden if part is None else part.all_rows(hidden))
-        head = self.model.get_output_embeddings().weight
-        states = states.to(head.dtype)  # Mamba 2's last norm returns fp32
         options = LogprobOptions(self.chunk, temperature, self.transform)
-        found = token_logprobs(states, head, plan.targets, options, part)
-        logprobs, entropy = (plan.spread(values) for values in found)
+        head = self.model.get_output_embeddings()
+        how = (plan, options, part, probe)
+        if isinstance(head, OutputLayer):
+            logprobs, entropy, *probed = head.score(states, *how)
+        else:
+            logprobs, entropy, *probed = score_states(head.weight, states, *how)
         outputs = TokenOutputs(logprobs=logprobs, entropy=entropy)
-        if probe is None:
-            return outputs
-        return replace(outputs, probed=probe.read(states, head, plan, options, part))
+        return replace(outputs, probed=probed[0]) if probed else outputs
+
+
+class OutputLayer(nn.Linear):
+    """A linear output layer without bias, whose `score` makes no whole logits. FSDP2 can gather its weight for that alone."""
+
+    def __init__(self, layer: nn.Linear) -> None:
+        """Take the weight of `layer`."""
+        nn.Module.__init__(self)
+        self.in_features = layer.in_features
+        self.out_features = layer.out_features
+        self.weight = layer.weight
+        self.register_parameter("bias", None)
+
+    def score(self, states: Tensor, *how: Any) -> tuple[Any, ...]:
+        """Return `score_states` of this layer's weight."""
+        return score_states(self.weight, states, *how)
+
+
+def score_states(
+    weight: Tensor,
+    states: Tensor,
+    plan: ScoringPlan,
+    options: LogprobOptions,
+    part: Any,
+    probe: Any,
+) -> tuple[Any, ...]:
+    """Return log-probs [T], entropies [T] and, given a probe, what it reads of states [N, H] and the output layer's weight [V, H]."""
+    states = states.to(weight.dtype)  # Mamba 2's last norm returns fp32
+    found = token_logprobs(states, weight, plan.targets, options, part)
+    logprobs, entropy = (plan.spread(values) for values in found)
+    probed = () if probe is None else (probe.read(states, weight, plan, options, part),)
+    return logprobs, entropy, *probed
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -168,8 +168,25 @@ class Needs:
 
     @cached_property
     def _root(self) -> float:
+        """Elements outside the layers that stay gathered in a pass."""
         root = held(self._model.root, self._shards, self._tensor) * self._shards
-        return root + (self._trained_root if self._model.lora else 0)
+        beside = self._trained_root if self._model.lora else 0
+        return root + beside - self._embeddings - self._head
+
+    @cached_property
+    def _embeddings(self) -> float:
+        """Elements of the embeddings, if they are gathered alone."""
+        if not self._model.scores_values and not self._head:
+            return 0
+        return self._model.root[0].held(self._shards, self._tensor) * self._shards
+
+    @cached_property
+    def _head(self) -> float:
+        """Elements of the output layer, if it is gathered alone."""
+        model = self._model
+        if model.shape.tied or model.scores_values or (model.lora and model.trains_head):
+            return 0
+        return model.root[-1].held(self._shards, self._tensor) * self._shards
 
     @cached_property
     def _trained_root(self) -> float:
@@ -207,7 +224,7 @@ class Needs:
         if self._work.slots:
             model = self._model
             copies = model.elements + self._ordered + model.published_adapter
-            parts["generator"] = float(self._width * copies)
+            parts["generator"] = self._width * copies / self._work.generator_ranks
         if self._work.keeps_heads:
             shapes = [each._model.shape for each in self._teachers or [self]]
             heads = sum(shape.vocabulary * shape.hidden for shape in shapes)
@@ -228,7 +245,7 @@ class Needs:
     @property
     def _left_gathered(self) -> float:
         layers = 0.0 if self._regathers else self._sum(self._layers)
-        return self._width * (self._root + layers)
+        return self._width * (self._root + self._head + layers)
 
     @property
     def _during_update(self) -> Parts:
@@ -338,10 +355,11 @@ class Needs:
         state = self._tokens * self._hidden
         root = self._root + (self._critic._root if self._critic else 0)
         gathered = float(self._width * (root + self._running))
+        at_head = gathered + self._width * self._head
         forward = max(each.forward for each in self._tokens_of.values())
         yield {"gathered": gathered, "activations": self._tokens * forward}
         chosen = self._scored * self._hidden
-        yield {"gathered": gathered, "activations": state + chosen, "logits": self._logits[0]}
+        yield {"gathered": at_head, "activations": state + chosen, "logits": self._logits[0]}
         if self._shards > 1:
             coming = self._coming + (self._critic._root if self._critic else 0)
             yield {"gathered": float(self._width * coming), "activations": state}
@@ -400,7 +418,9 @@ class Needs:
         """Elements of gathered parameters while more come; gloo holds received ones twice."""
         layer = max(self._layers.values())
         copies = 1 + self._cpu
-        return self._root + max(self._root + copies * layer, self._running + (copies - 1) * layer)
+        before = self._embeddings or self._root  # what these came in is there until the next come
+        layers = max(before + copies * layer, self._running + (copies - 1) * layer)
+        return self._root + max(layers, 2 * self._embeddings, 2 * self._head)
 
     @cached_property
     def _logits(self) -> tuple[float, float]:
@@ -425,14 +445,23 @@ class Needs:
         return forward, FP32 * head + max(summed, converted)
 
     @property
+    def _trained_head(self) -> float:
+        """Elements of the output layer, if its gradients are reduced alone."""
+        return self._head * self._model.trains_head
+
+    @property
     def _head_gradient(self) -> float:
+        """Bytes of the output layer's gradient: unreduced, or reduced beside what it was exchanged in."""
+        if self._head:
+            return FP32 * self._trained_head * (1 + 1 / self._shards)
         words = self._model.outputs / self._engine.tensor_parallel
         return self._width * words * self._model.shape.hidden * self._model.trains_head
 
     def _updates(self, checkpointing: str) -> Iterator[Parts]:
         yield from self._update(checkpointing)
         if self._critic:
-            still_gathered = self._width * self._root if self._work.scorings else 0.0
+            root = self._root + self._head
+            still_gathered = self._width * root if self._work.scorings else 0.0
             for parts in self._critic._update(checkpointing):
                 yield parts | {"gathered": parts["gathered"] + still_gathered}
 
@@ -454,8 +483,9 @@ class Needs:
             yield self._moment(self._coming, gradients=earlier)
         ended = max(saved.values()) if offloads else self._sum(saved)
         last = self._tokens * self._hidden + 4 * self._scored * self._hidden
+        at_head = root + self._head + between
         yield self._moment(
-            root + between, activations=ended + last, logits=max(self._logits), gradients=earlier
+            at_head, activations=ended + last, logits=max(self._logits), gradients=earlier
         )
         for kind, token in self._tokens_of.items():
             others = (
@@ -472,7 +502,8 @@ class Needs:
                 own = earlier + new_gradient + self._head_gradient
                 yield self._moment(root + self._running, activations=others + inner, gradients=own)
                 gathered = root + (2 if self._regathers else 1) * layer
-                own += reduced + FP32 * largest * shards
+                # The next gradients come when what the output layer's were exchanged in has gone.
+                own += reduced + FP32 * largest * shards - FP32 * self._trained_head
                 yield self._moment(gathered, activations=inner, gradients=own)
         yield from self._reducing(
             FP32 * self._sum(trained), max(reduced, earlier * reduces), largest
@@ -483,13 +514,15 @@ class Needs:
     def _reducing(self, layers: float, others: float, largest: float) -> Iterator[Parts]:
         """Yield the moments at the backward pass's end: FSDP2 reduces the last gradients in fp32."""
         shards = self._shards
-        root = self._trained_root
+        head = FP32 * self._trained_head / shards
+        root = self._trained_root - self._trained_head
         # A lone process makes a third copy by dividing.
         copies = 3.0 if shards == 1 else 1 + self._cpu + 1 / shards
         own = FP32 * largest * shards * copies
-        yield self._moment(self._root, gradients=self._head_gradient + others + own)
-        head = 0.0 if shards == 1 or self._model.shape.tied else self._head_gradient
-        yield self._moment(0, gradients=layers + head + FP32 * root * copies)
+        of_root = 0.0 if self._head else self._head_gradient
+        yield self._moment(self._root, gradients=head + of_root + others + own)
+        layers += head
+        yield self._moment(0, gradients=layers + FP32 * root * copies)
         if shards > 1:
             yield self._moment(0, gradients=layers + (FP32 + self._width) * root)
 

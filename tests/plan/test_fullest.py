@@ -20,7 +20,6 @@ MODEL = {
 }
 HEAD = WIDTH * WORDS
 LAYER = 4 * WIDTH**2 + 3 * WIDTH * 128 + 2 * WIDTH
-ROOT = 2 * HEAD + WIDTH
 MIB = 1 << 20
 
 
@@ -36,7 +35,7 @@ def needs(replicas, shards, *, device="CPU", tokens=8, command="rl", precision="
     } | sections
     values["engine"] |= {"precision": precision, "replicas": replicas}
     config = RunConfig.model_validate(values)
-    model = PlannedModel(ModelShape.of(MODEL), config.model.adapter)
+    model = PlannedModel(ModelShape.of(config.model.fresh), config.model.adapter)
     devices = parse_devices(f"{replicas * shards}x{device}")
     work = Workload.of_examples(config.batch, config.data)
     if command == "rl":
@@ -47,19 +46,27 @@ def needs(replicas, shards, *, device="CPU", tokens=8, command="rl", precision="
 @pytest.mark.parametrize(("shards", "device"), [(2, "CPU"), (2, "H100"), (4, "CPU")])
 def test_what_the_root_came_in_is_there_when_the_first_layer_comes(shards, device):
     """The root twice, and that layer, which gloo has twice."""
-    parts = needs(1, shards, device=device).phases("none")["log-probs"]
-    assert parts["gathered"] == 4 * (2 * ROOT + (1 + (device == "CPU")) * LAYER)
+    tied = {"fresh": MODEL | {"tie_word_embeddings": True}}
+    parts = needs(1, shards, device=device, model=tied).phases("none")["log-probs"]
+    assert parts["gathered"] == 4 * (2 * (HEAD + WIDTH) + (1 + (device == "CPU")) * LAYER)
+
+
+@pytest.mark.parametrize("device", ["CPU", "H100"])
+def test_the_output_layer_and_the_embeddings_are_not_there_at_one_time(device):
+    """Each is copied out of what it came in."""
+    parts = needs(1, 2, device=device).phases("none")["log-probs"]
+    assert parts["gathered"] == 4 * (WIDTH + 2 * HEAD)
 
 
 def test_one_process_gathers_nothing_twice():
     parts = needs(1, 1).phases("none")["log-probs"]
-    assert parts["gathered"] == 4 * (ROOT + 2 * LAYER)
+    assert parts["gathered"] == 4 * (WIDTH + HEAD + 2 * LAYER)
 
 
 def test_gloo_has_what_it_reduces_twice():
-    """And half of it as what comes out, beside the gradient that FSDP2 keeps until then, of the output layer."""
+    """And half of it as what comes out, of the embeddings, beside what was reduced before."""
     parts = needs(1, 2, command="sft").phases("none")["update"]
-    assert parts["gradients"] == 4 * (2 * LAYER / 2 + 2.5 * ROOT + HEAD)
+    assert parts["gradients"] == 4 * ((2 * LAYER + HEAD) / 2 + 2.5 * (HEAD + WIDTH))
 
 
 @pytest.mark.parametrize(

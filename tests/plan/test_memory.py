@@ -138,10 +138,10 @@ def test_between_processes_on_cpus_the_host_is_the_device():
 def test_reward_models_lie_beside_the_policy():
     """A head of one number for each token instead of an output layer; in the dtype of computing, and gathered."""
     found = plan("rl", judges=[MODEL])
-    assert found.phases["save"]["reward models"] == 4 * 2 * (ALL - HEAD)
+    assert found.phases["save"]["reward models"] == 4 * (2 * (ALL - HEAD) - HEAD)
     bf16 = {"precision": "bf16", "offload_during_rollout": True}
     two = plan("rl", "2xH100-80G", judges=[MODEL] * 3, engine=bf16, batch={"prompts": 2})
-    root = 32 * 8 + 8  # stays gathered, the layers do not
+    root = 8  # stays gathered, the embeddings and the layers do not
     assert two.phases["rollout"]["reward models"] == 3 * 2 * ((ALL - HEAD) / 2 + root)
     assert "reward models" not in two.host
     wide = plan("rl", judges=[MODEL | {"intermediate_size": 1 << 16}]).phases["rollout"]

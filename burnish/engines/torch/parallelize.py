@@ -2,48 +2,22 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Collection, Mapping
-from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.utils.checkpoint import (
-    CheckpointPolicy,
-    SelectiveCheckpointContext,
-    checkpoint,
-    create_selective_checkpoint_contexts,
-)
 from transformers import PreTrainedModel
 
 from burnish.config.schema import EngineConfig
 from burnish.distributed.processes import Mesh
 from burnish.engines.base import compute_dtype
-from burnish.models.scorer import Scorer
+from burnish.models.scorer import OutputLayer, Scorer
 
 Run = Callable[..., Any]
 """Calls its first argument with the others: plainly, or as `torch.utils.checkpoint.checkpoint` does."""
-
-_PRODUCTS = frozenset(
-    {
-        "aten::mm",
-        "aten::addmm",
-        "aten::_scaled_dot_product_flash_attention",
-        "aten::_scaled_dot_product_flash_attention_for_cpu",
-        "aten::_scaled_dot_product_efficient_attention",
-        "aten::_scaled_dot_product_cudnn_attention",
-        "burnish::causal_attention",
-        "burnish::sink_attention",
-        "torch_attn::_varlen_attn",
-    }
-)
-"""Operators whose results selective checkpointing keeps. Not aten::bmm: Gemma 3n adds to its results in place, and would add twice."""
-_GROUPED = frozenset({"aten::_grouped_mm", "transformers::grouped_mm_fallback"})
-"""Others that it keeps, unless experts have biases, which transformers adds in place."""
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
@@ -60,28 +34,11 @@ def decoder_layers(model: nn.Module) -> list[nn.Module]:
 def keep_activations(
     model: PreTrainedModel, config: EngineConfig, around: Callable[[Run], Run] | None = None
 ) -> None:
-    """Recompute activations in the backward pass (Chen et al., arXiv 1604.06174).
+    """Keep the activations that `engine.activation_checkpointing` says; `around` changes how layers are called."""
+    if config.activation_checkpointing != "none" or around is not None:
+        from burnish.engines.torch.activation_checkpointing import checkpoint_layers
 
-    full keeps the input of each decoder layer; selective also keeps the results of matrix products and attention.
-    """
-    kind = config.activation_checkpointing
-    if kind == "none" and around is None:
-        return
-    # Nothing in a layer draws random numbers (`build_on_meta` removes dropout), so no state is kept for the second pass.
-    options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
-    if kind == "selective":
-        added = any(getattr(module, "has_bias", False) for module in model.modules())
-        policy = partial(_keep, _PRODUCTS if added else _PRODUCTS | _GROUPED)
-        options["context_fn"] = partial(create_selective_checkpoint_contexts, policy)
-    run: Run = operator.call if kind == "none" else partial(checkpoint, **options)
-    model._set_gradient_checkpointing(gradient_checkpointing_func=around(run) if around else run)
-
-
-def _keep(
-    products: Collection[str], context: SelectiveCheckpointContext, op: Any, *_: Any, **__: Any
-) -> Any:
-    is_product = op._schema.name in products
-    return CheckpointPolicy.MUST_SAVE if is_product else CheckpointPolicy.PREFER_RECOMPUTE
+        checkpoint_layers(model, config, around)
 
 
 def parallelize(
@@ -118,7 +75,8 @@ def parallelize(
     regathers = config.reshard_after_forward and parts > 1
     for layer in layers:
         fully_shard(layer, reshard_after_forward=regathers, **how)
-    # The backward pass begins with the head, so its weights stay gathered.
+    _shard_ends(scorer, how)
+    # The backward pass begins with the root's head, so its weights stay gathered.
     fully_shard(scorer, reshard_after_forward=False, **how)
     if weights.size() > 1:  # the mean over one rank is its sum, without a division
         for module in scorer.modules():
@@ -130,15 +88,19 @@ def parallelize(
     return cuts
 
 
-def sum_over(group: ProcessGroup, gradients: list[Tensor]) -> None:
-    """Add up gradients of one dtype over a group, in place. Collective."""
-    if not gradients:
-        return
-    joined = torch.cat([gradient.flatten() for gradient in gradients])
-    dist.all_reduce(joined, group=group)
-    parts = torch.split(joined, [gradient.numel() for gradient in gradients])
-    for gradient, part in zip(gradients, parts, strict=True):
-        gradient.copy_(part.view_as(gradient))
+def _shard_ends(scorer: Scorer, how: dict[str, Any]) -> None:
+    """Make groups of the embeddings and of the output layer, unless these are one table.
+
+    The first layer waits for the embeddings alone, and the output layer's gradients travel while layers compute.
+    """
+    embedding = scorer.model.get_input_embeddings()
+    head = scorer.model.get_output_embeddings()
+    if head is None or (isinstance(head, OutputLayer) and head.weight is not embedding.weight):
+        fully_shard(embedding, **how)
+        embedding.set_unshard_in_backward(False)  # the backward pass needs only the tokens
+    if head is not None and isinstance(embedding, FSDPModule):
+        fully_shard(head, reshard_after_forward=False, **how)
+        torch.distributed.fsdp.register_fsdp_forward_method(head, "score")
 
 
 def global_norm(

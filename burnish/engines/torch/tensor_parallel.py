@@ -14,7 +14,9 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from torch import nn
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from transformers import PretrainedConfig, PreTrainedModel
 
@@ -174,3 +176,14 @@ def _scatter_output(group: ProcessGroup, _: nn.Module, __: Any, output: Any) -> 
     if isinstance(output, tuple):
         return reduce_scatter_rows(output[0][0], group)[None], *output[1:]
     return reduce_scatter_rows(output[0], group)[None]
+
+
+def sum_over(group: ProcessGroup, gradients: list[Tensor]) -> None:
+    """Add up gradients of one dtype over a group, in place. Collective."""
+    if not gradients:
+        return
+    joined = torch.cat([gradient.flatten() for gradient in gradients])
+    dist.all_reduce(joined, group=group)
+    parts = torch.split(joined, [gradient.numel() for gradient in gradients])
+    for gradient, part in zip(gradients, parts, strict=True):
+        gradient.copy_(part.view_as(gradient))

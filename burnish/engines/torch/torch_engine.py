@@ -24,7 +24,7 @@ from burnish.distributed.processes import Mesh
 from burnish.engines.base import Engine, LossFn, Part, compute_dtype
 from burnish.engines.optim.optimizer import ShardedOptimizer, break_ties, local
 from burnish.engines.sharded_engine import ShardedEngine, trained
-from burnish.engines.torch.parallelize import global_norm, parallelize, sum_over
+from burnish.engines.torch.parallelize import global_norm, parallelize
 from burnish.models.meta_init import build_on_meta, materialize, model_sizes
 from burnish.models.names import model_shards, regions
 from burnish.models.scorer import Scorer, ScoringPlan
@@ -174,6 +174,8 @@ class TorchEngine(ShardedEngine):
         self._reshard()  # weights that a forward pass has gathered since the last backward would keep old values
         gradients = optimizer.gradients()
         if self.mesh.tensor is not None:
+            from burnish.engines.torch.tensor_parallel import sum_over
+
             uncut = [gradient for name, gradient in gradients.items() if name not in self._cuts]
             sum_over(self.mesh.tensor, uncut)
         # One norm over all ranks and tensors. Every rank reads the same number, so all step or all skip. A skipped step leaves the

@@ -13,7 +13,7 @@ from burnish.engines.base import LossFn, Part
 from burnish.engines.megatron import distributed_optimizer as optimizer
 from burnish.engines.megatron.megatron_engine import MegatronEngine
 from burnish.engines.sharded_engine import trained
-from burnish.engines.torch import torch_engine
+from burnish.engines.torch import tensor_parallel
 from burnish.engines.torch.torch_engine import TorchEngine
 from burnish.models import routing
 from burnish.records import Batch, TokenOutputs
@@ -48,7 +48,7 @@ class WithoutTensorSum(TorchEngine):
 
     def optim_step(self, lr: float) -> Stats:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(torch_engine, "sum_over", lambda group, gradients: None)
+            patch.setattr(tensor_parallel, "sum_over", lambda group, gradients: None)
             return super().optim_step(lr)
 
 
