@@ -341,7 +341,7 @@ class Clock:
         slots = min(slots, sequences)
         cache = 2 * product_bytes(engine) * model.shape.key * model.shape.depth
         weights = product_bytes(engine) * (model.elements + model.published_adapter)
-        read = weights + slots * cache * (work.prompt + work.trained / 2)
+        read = weights / work.generator_ranks + slots * cache * (work.prompt + work.trained / 2)
         speed = self.devices.kind.bandwidth * _BANDWIDTH
         token = max(read / speed, slots * flops / self._speed)
         reading = -(-sequences // work.samples) * flops * work.prompt / self._speed

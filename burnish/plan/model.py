@@ -433,6 +433,8 @@ class Workload:
     """Most sequences that a device generates at one time; 0: none are generated."""
     generates_beside: bool = False
     """Whether completions are generated on the same device during updates."""
+    generator_ranks: int = 1
+    """Devices that share a generator's weights."""
     fits_slots: bool = False
     """Whether `slots` is halved until memory has room for the sequences."""
     is_nucleus: bool = False
@@ -478,6 +480,7 @@ class Workload:
             has_critic=algorithm.advantage.name == "gae",
             slots=slots if rollout.place != "servers" else 0,
             generates_beside=rollout.place == "child" and rollout.ahead > 0,
+            generator_ranks=rollout.tensor_parallel,
             fits_slots=rollout.slots == "auto",
             is_nucleus=rollout.top_p < 1,
             samples=rollout.n,
