@@ -1,11 +1,12 @@
 """Count what an accelerator is asked to do in a training step, without one.
 
-    python -m bench.counting [--json]
+    python -m bench.counting [--json] [--size Qwen3-8B] [--ranks N]
 
 Models of full size train one step on the simulated accelerator of `bench.planning_imagined`. Per micro-batch the table has: kernels of the
 forward and of the backward pass, copies from the host, and reads by the host, which wait for all work that is queued. One call of torch counts
 as one kernel, and views as none, so kernels of FSDP2's casts count, and parts of one composed call do not. Two steps, of one and of two
-micro-batches, are compared, so what happens once a step does not count.
+micro-batches, are compared, so what happens once a step does not count. The last line of each method has bytes of collectives: of a
+micro-batch, and of a step before its first matrix product and after its last, where nothing hides them.
 """
 
 from __future__ import annotations
@@ -53,6 +54,12 @@ class Counts:
     """Copies from the host's memory."""
     reads: int = 0
     """Times that the host reads a number of the device."""
+    exchanged: Counter[str] = field(default_factory=Counter)
+    """Bytes of the whole tensors in collectives, by operator."""
+    before: list[int] = field(default_factory=list)
+    """Bytes of each collective before the step's first matrix product."""
+    after: list[int] = field(default_factory=list)
+    """Bytes of each collective after the step's last."""
 
     def __sub__(self, other: Counts) -> Counts:
         return Counts(
@@ -60,6 +67,9 @@ class Counts:
             self.backward - other.backward,
             self.copies - other.copies,
             self.reads - other.reads,
+            self.exchanged - other.exchanged,
+            self.before,
+            self.after,
         )
 
 
@@ -67,6 +77,7 @@ class _Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.counts = Counts()
+        self._multiplies = False
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -81,11 +92,20 @@ class _Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.counts.copies += 1
         elif any(there) and not all(x.device.type == NAME for x in made):
             self.counts.reads += 1
+        elif func.namespace == "c10d":
+            self._exchange(func.name(), max(x.nbytes for x in given))
         elif any(x.device.type == NAME for x in (*given, *made)) and not _is_free(func):
+            if func.name().startswith("aten::mm"):
+                self._multiplies = True
+                self.counts.after.clear()
             in_backward = torch._C._current_graph_task_id() >= 0
             kernels = self.counts.backward if in_backward else self.counts.forward
             kernels[func.name()] += 1
         return result
+
+    def _exchange(self, name: str, size: int) -> None:
+        self.counts.exchanged[name] += size
+        (self.counts.after if self._multiplies else self.counts.before).append(size)
 
 
 def _is_free(func: Any) -> bool:
@@ -153,21 +173,28 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--size", choices=SHAPES, default="Qwen3-0.6B", help="the model")
     parser.add_argument("--ranks", type=int, default=8, help="ranks that share the weights")
     parser.add_argument("--most", type=int, default=0, help="print so many operators of each")
     arguments = parser.parse_args()
     found = {}
     for method in MOST:
-        counts = count("Qwen3-0.6B", method, arguments.ranks)
+        counts = count(arguments.size, method, arguments.ranks)
         found[method] = {
             "kernels": [counts.forward.total(), counts.backward.total()],
             "copies": counts.copies,
             "reads": counts.reads,
+            "exchanged": counts.exchanged,
+            "before": counts.before,
+            "after": counts.after,
         }
         print(
             f"{method:5} forward {counts.forward.total():5}  backward {counts.backward.total():5}  "
             f"copies {counts.copies:3}  reads {counts.reads:3}  at most {MOST[method]}"
         )
+        sizes = [sum(counts.exchanged.values()), sum(counts.before), sum(counts.after)]
+        total, before, after = (f"{size / 1e9:.2f} GB" for size in sizes)
+        print(f"      collectives {total}, before products {before}, after them {after}")
         for kernels in (counts.forward, counts.backward):
             for name, times in kernels.most_common(arguments.most):
                 print(f"      {times:6} {name}")
