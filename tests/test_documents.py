@@ -150,3 +150,12 @@ def test_every_extra_is_named_in_the_readme_and_those_that_errors_name_exist() -
     named = re.findall(r"""\binstall\(["'](\w+)["']\)""", code)
     assert len(named) > 3
     assert set(named) - {"EXTRA"} <= extras  # as a placeholder in a list of packages
+
+
+@pytest.mark.nightly
+def test_the_recipes_are_what_the_planner_finds() -> None:
+    command = [sys.executable, "scripts/recipes.py", "--check"]
+    done = subprocess.run(
+        command, cwd=ROOT, env={"PYTHONPATH": "."}, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
