@@ -211,6 +211,7 @@ def _cases() -> Iterator[Case]:
         yield Case("qwen3", "bf16", checkpointing, 1024, processes=2)
     yield Case("llama", "fp32", "selective", 1024, processes=2)
     yield Case("qwen3_moe", "bf16", "selective", 512, processes=2)
+    yield _small("qwen3_moe", "bf16", "none", 2, {"engine.expert_parallel": 2})
     once = {"engine.reduce_each_microbatch": False}
     for more in ({}, once):
         yield Case("qwen3", "fp32", "none", 256, processes=2, microbatches=3, more=more)

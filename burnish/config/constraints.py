@@ -67,7 +67,6 @@ _OF_ENGINE: Sequence[_Constraint] = (
     ("engine.megatron_sequence_parallel", _MEGATRON, ""),
     ("engine.pipeline_parallel", _MEGATRON, ""),
     ("engine.virtual_stages", _MEGATRON, ""),
-    ("engine.expert_parallel", _MEGATRON, ""),
     ("engine.expert_tensor_parallel", _MEGATRON, ""),
     ("engine.layers", _MEGATRON, ""),
     ("engine.megatron", _MEGATRON, ""),
@@ -92,6 +91,7 @@ _OF_ALL: Sequence[_Constraint] = (
     ("model.lora.quantize_base", "engine.tensor_parallel=1", "it divides plain weights only"),
     ("model.lora.quantize_base", "engine.compile=false", "bitsandbytes' products are not compiled"),
     ("model.lora.modules_to_save", "engine.tensor_parallel=1", "it divides no such layers"),
+    ("model.lora.modules_to_save", "engine.expert_parallel=1", "experts may be among them"),
     ("model.lora.modules_to_save", "model.lora.publish=merged", "A and B are not all that changes"),
     (
         "model.lora",
@@ -486,14 +486,17 @@ def _of_degrees(engine: EngineConfig, world: int) -> Iterator[BurnishError]:
             want="a whole number of processes for each copy",
             do=f"set engine.replicas={_near(engine.replicas, world // sharing)}, or start another number of processes",
         )
-    elif stage % engine.expert_sharing:
+    elif stage // engine.replicas % engine.expert_sharing:
         tensor = engine.expert_sharing // engine.expert_parallel
+        copy = stage // engine.replicas
+        within = "; engine.expert_tensor_parallel=1 leaves experts whole"
         yield UsageError(
-            "the experts cannot be divided among the processes of a pipeline stage",
+            "the experts cannot be divided among the processes that hold a layer once",
             have=f"engine.expert_parallel: {engine.expert_parallel} × {tensor} processes for each expert's matrices, "
-            f"{stage} processes",
+            f"{copy} processes",
             want="a product that divides them",
-            do=f"make the product {_near(engine.expert_sharing, stage)}; engine.expert_tensor_parallel=1 leaves experts whole",
+            do=f"make the product {_near(engine.expert_sharing, copy)}"
+            + (within if engine.kind == "megatron" else ""),
         )
 
 

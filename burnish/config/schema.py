@@ -140,7 +140,7 @@ class EngineConfig(Section):
     """How the model is trained."""
 
     kind: MayChange[Literal["torch", "megatron"] | ExtensionName] = "torch"
-    """torch: PyTorch FSDP2 on any number of processes. megatron: Megatron-Core, with pipeline and expert parallelism; needs megatron-core. Or your own class with the methods of `burnish.Engine`: file.py:Class, module:Class, or the name of an installed package's entry point."""
+    """torch: PyTorch FSDP2 on any number of processes. megatron: Megatron-Core, with pipeline parallelism; needs megatron-core. Or your own class with the methods of `burnish.Engine`: file.py:Class, module:Class, or the name of an installed package's entry point."""
     precision: Literal["auto", "bf16", "fp32"] = "auto"
     """bf16: fp32 main weights and optimizer state, bf16 compute, fp32 gradient reduction. fp32: everything in fp32. auto: fp32 on processors without fast products in bf16, else bf16; a run keeps the precision that it began with."""
     tf32: bool = False
@@ -166,7 +166,7 @@ class EngineConfig(Section):
     virtual_stages: MayChange[int] = Field(1, ge=1)
     """megatron, with `pipeline_parallel`: stages per process. More stages leave less idle time in the pipeline and need more exchanges."""
     expert_parallel: MayChange[int] = Field(1, ge=1)
-    """megatron, mixtures of experts: number of processes that share the experts of a layer; each holds whole experts. Must divide the number of experts."""
+    """Mixtures of experts: number of processes that share the experts of a layer; each holds whole experts, and tokens go to the processes of their experts. Must divide the number of experts. torch: neighbours among the processes of a copy; weights of experts are gathered only among those that hold the same ones."""
     expert_tensor_parallel: MayChange[int | None] = Field(None, ge=1)
     """megatron, mixtures of experts: number of processes that share the matrices of each expert. Default: `tensor_parallel`."""
     layers: MayChange[Literal["auto", "torch", "transformer_engine"]] = "auto"

@@ -97,8 +97,13 @@ def require_divisible(sizes: ModelSizes, engine: EngineConfig) -> None:
 
 def indivisible(sizes: ModelSizes, engine: EngineConfig) -> Iterator[UsageError]:
     """Yield an error for every setting that cannot divide a model. Unknown sizes, 0, are not checked."""
-    divided = _by_megatron if engine.kind == "megatron" else _by_torch
-    yield from divided(sizes, engine)
+    if engine.kind == "megatron":
+        from burnish.distributed.megatron_layout import indivisible_by_megatron
+
+        yield from indivisible_by_megatron(sizes, engine, _division)
+    else:
+        yield from _by_torch(sizes, engine)
+    yield from _experts(sizes, engine)
     tensor = engine.tensor_parallel
     of = f"attention heads on each of {tensor} tensor ranks" if tensor > 1 else "attention heads"
     left = sizes.heads // tensor
@@ -119,49 +124,10 @@ def _by_torch(sizes: ModelSizes, engine: EngineConfig) -> Iterator[UsageError]:
     yield from _division("engine.tensor_parallel", tensor, sizes.key_heads, "key heads")
 
 
-def _by_megatron(sizes: ModelSizes, engine: EngineConfig) -> Iterator[UsageError]:
-    name = "engine.tensor_parallel"
-    tensor = engine.tensor_parallel
-    yield from _division(name, tensor, sizes.heads, "attention heads")
-    # A norm of all key heads together needs each of them on one rank alone.
-    apart = sizes.family.query_norms != "full"
-    yield from _division(name, tensor, sizes.key_heads, "key heads", or_multiple=apart)
-    fused = (sizes.heads + 2 * sizes.key_heads) * sizes.head_dim
-    yield from _division(name, tensor, fused, "rows of queries, keys and values")
-    yield from _division(name, tensor, sizes.intermediate, "intermediate columns")
-    if -(-sizes.vocabulary // tensor) * (tensor - 1) >= sizes.vocabulary > 0:
-        yield UsageError(
-            "the vocabulary is too small for so many tensor ranks: one of them would hold padding only",
-            have=f"{name}: {tensor}, {sizes.vocabulary} tokens",
-            want="a token for every rank",
-            do=f"lower {name}",
-        )
-    if engine.pipeline_parallel * engine.virtual_stages > sizes.depth > 0:
-        yield UsageError(
-            "the pipeline has more stages than the model has layers",
-            have=f"engine.pipeline_parallel: {engine.pipeline_parallel}, engine.virtual_stages: {engine.virtual_stages}, {sizes.depth} layers",
-            want=f"at most {sizes.depth} stages",
-            do="lower engine.virtual_stages, or engine.pipeline_parallel",
-        )
-    yield from _experts(sizes, engine)
-
-
 def _experts(sizes: ModelSizes, engine: EngineConfig) -> Iterator[UsageError]:
-    tensor = engine.tensor_parallel
     if sizes.experts:
-        name = "engine.expert_tensor_parallel"
-        within = engine.expert_tensor_parallel or tensor
-        yield from _division(
-            "engine.expert_parallel", engine.expert_parallel, sizes.experts, "experts"
-        )
-        yield from _division(name, within, sizes.expert_intermediate, "columns of an expert")
-        if tensor > 1 and not engine.megatron_sequence_parallel:
-            yield UsageError(
-                "Megatron trains experts beside tensor parallelism only with its sequence parallelism",
-                have=f"engine.tensor_parallel: {tensor}, engine.megatron_sequence_parallel: false",
-                want="engine.megatron_sequence_parallel: true",
-                do="set engine.megatron_sequence_parallel=true, or engine.tensor_parallel=1",
-            )
+        parts = engine.expert_parallel
+        yield from _division("engine.expert_parallel", parts, sizes.experts, "experts")
         return
     for name in ("expert_parallel", "expert_tensor_parallel"):
         if (getattr(engine, name) or 1) > 1:

@@ -188,13 +188,16 @@ class Mesh:
     """The ranks that share the matrices of each layer; None for 1."""
     arena: Arena
     """Host memory for offloading."""
+    of_experts: DeviceMesh | None = None
+    """(replicas, shard, experts), with neighbours along the last dim, which exchange tokens for experts; None for 1."""
 
     @classmethod
-    def of(cls, layout: Layout, replicas: int, device: torch.device) -> Mesh:
-        """Make the groups. The layout's sizes and `replicas` must divide its world. Collective."""
+    def of(cls, layout: Layout, replicas: int, device: torch.device, experts: int = 1) -> Mesh:
+        """Make the groups. The layout's sizes, `replicas` and ranks that share `experts` must divide its world. Collective."""
+        shards = layout.world // (replicas * layout.tensor)
         grid = init_device_mesh(
             device.type,
-            (replicas, layout.world // (replicas * layout.tensor), layout.tensor),
+            (replicas, shards, layout.tensor),
             mesh_dim_names=("replicas", "shard", "tensor"),
         )
         tensor = grid["tensor"].get_group() if layout.tensor > 1 else None
@@ -205,7 +208,16 @@ class Mesh:
             shared = init_device_mesh(device.type, shape, mesh_dim_names=names)
             sequence = shared["sequence"].get_group()
         weights = grid["replicas", "shard"]
-        for group in (*weights.get_all_groups(), tensor, sequence):
+        of_experts = None
+        if experts > 1:
+            whole = init_device_mesh(
+                device.type,
+                (replicas, shards // experts, experts, layout.tensor),
+                mesh_dim_names=("replicas", "shard", "experts", "tensor"),
+            )
+            of_experts = whole["replicas", "shard", "experts"]
+        groups = [*weights.get_all_groups(), *(of_experts.get_all_groups() if of_experts else ())]
+        for group in (*groups, tensor, sequence):
             if group is not None:
                 wait_as_all(group)
-        return cls(weights, sequence, tensor, Arena(device))
+        return cls(weights, sequence, tensor, Arena(device), of_experts)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -26,6 +26,27 @@ def all_to_all(parts: Tensor, group: ProcessGroup) -> Tensor:
         return received
 
     return _linear(parts, exchanged, exchanged)
+
+
+@uncompiled
+def exchange_rows(
+    rows: Tensor, sent: Sequence[int], received: Sequence[int], group: ProcessGroup
+) -> Tensor:
+    """All-to-all of unequal parts: send the next `sent[r]` of `rows` [n, ...] to rank r; return the rows received, by rank.
+
+    Backward sends gradients back.
+    """
+
+    def exchanged(own: Tensor, there: Sequence[int], here: Sequence[int]) -> Tensor:
+        others = own.new_empty(sum(here), *own.shape[1:])
+        dist.all_to_all_single(others, own.contiguous(), list(here), list(there), group=group)
+        return others
+
+    return _linear(
+        rows,
+        partial(exchanged, there=sent, here=received),
+        partial(exchanged, there=received, here=sent),
+    )
 
 
 @uncompiled

@@ -42,7 +42,9 @@ def fitted_engine(
     try:
         planned = planner(_devices(layout.world, layout.local_world))
     except BurnishError:
+        copy = layout.world // (engine.replicas * engine.pipeline_parallel)
         fits = layout.world % (engine.sharing * engine.replicas) == 0
+        fits &= copy % engine.expert_sharing == 0
         changes = {} if fits else EngineConfig().model_dump(include={*_DEGREES})
     else:
         _, refused = planned.as_configured()

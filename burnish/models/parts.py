@@ -1,4 +1,4 @@
-"""A rank's part of a model whose matrices and vocabulary several ranks share (tensor parallelism)."""
+"""A rank's part of a model whose matrices, vocabulary or experts several ranks share."""
 
 from __future__ import annotations
 
@@ -63,9 +63,23 @@ def _parts(region: Region, cut: ShardRule) -> Iterator[Region]:
             sizes = list(region.box.sizes)
             offsets[cut.dim], sizes[cut.dim] = begin + start - span.start, stop - start
             begins = list(region.start or (0,) * len(region.dims))
-            begins[region.dims.index(cut.dim)] += start - first
+            if cut.dim in region.dims:  # else it is one index along the dim, such as an expert
+                begins[region.dims.index(cut.dim)] += start - first
             yield replace(region, box=Box(tuple(offsets), tuple(sizes)), start=tuple(begins))
         begin += len(span)
+
+
+def keep_parts(model: nn.Module, cuts: Mapping[str, ShardRule]) -> None:
+    """Replace cut parameters of a model on meta by their parts; tied parameters stay tied."""
+    parts: dict[int, nn.Parameter] = {}
+    for name, whole in list(model.named_parameters(remove_duplicate=False)):
+        if name not in cuts:
+            continue
+        if id(whole) not in parts:
+            part = cuts[name].of_tensor(whole.detach())
+            parts[id(whole)] = nn.Parameter(part, whole.requires_grad)
+        owner, _, attribute = name.rpartition(".")
+        setattr(model.get_submodule(owner), attribute, parts[id(whole)])
 
 
 @dataclass(frozen=True, slots=True, eq=False)

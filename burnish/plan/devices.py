@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -282,18 +282,38 @@ class Clock:
         updates = self.work.updates
         counts = self._counts(engine, critic)
         passes = self._passes(engine, critic=critic)
-        elements = self.model.elements / engine.tensor_parallel
-        shards = shards_of(engine, self.devices.count)
+        width = product_bytes(engine)
         gathers = updates * microbatches * (1 + engine.reshard_after_forward + counts)
-        moved = gathers * self._travel(product_bytes(engine) * elements, shards)
-        trained = (0 if critic else self.model.adapter) or elements
         reductions = updates * (microbatches if engine.reduce_each_microbatch else 1)
-        moved += reductions * self._travel(FP32 * trained, shards)
-        if engine.replicas > 1:
-            moved += updates * self._travel(2 * FP32 * trained / shards, self.devices.count)
+        moved = 0.0
+        for elements, shards, of_adapter in self._collected(engine):
+            has_adapter = self.model.adapter and not critic
+            trained = of_adapter if has_adapter else elements
+            moved += gathers * self._travel(width * elements, shards)
+            moved += reductions * self._travel(FP32 * trained, shards)
+            if engine.replicas > 1:
+                moved += updates * self._travel(2 * FP32 * trained / shards, self.devices.count)
         arithmetic = passes * self._local_sequences(engine) * self._sequence / self._speed
         again = _RECOMPUTED[engine.activation_checkpointing] + counts
-        return max(arithmetic, moved) + self._exchanged(engine, 3 + again)
+        exchanged = self._exchanged(engine, 3 + again)
+        if engine.expert_parallel > 1:  # to the experts and back
+            chosen = sum(each.experts_per_token for each in self.model.shape.layers)
+            sent = 2 * chosen * self.model.shape.hidden * self._feature_bytes(engine)
+            exchanged += self._travel((2 + again) * sent, engine.expert_parallel)
+        return max(arithmetic, moved) + exchanged
+
+    def _collected(self, engine: EngineConfig) -> Iterator[tuple[float, int, float]]:
+        """Yield elements that FSDP gathers on a rank, the ranks that they come from, and those of an adapter.
+
+        Experts are gathered among ranks with the same ones. Adapters count with the others.
+        """
+        shards = shards_of(engine, self.devices.count)
+        parts = engine.expert_parallel
+        experts = self.model.of_experts if parts > 1 else 0
+        adapter = float(self.model.adapter)
+        yield (self.model.elements - experts) / engine.tensor_parallel, shards, adapter
+        if experts:
+            yield experts / parts / engine.tensor_parallel, shards // parts, 0.0
 
     def _by_megatron(self, engine: EngineConfig, microbatches: int, critic: bool) -> float:
         """Return an epoch's seconds: weights move once a step; stages wait at its ends."""

@@ -22,7 +22,7 @@ from burnish.plan.model import PlannedModel, Workload, shards_of
 _CHECKPOINTING = get_args(EngineConfig.model_fields["activation_checkpointing"].annotation)
 _VIRTUAL_STAGES = (1, 2, 4)
 _DEGREES = {
-    "torch": ("replicas", "sequence_parallel", "tensor_parallel"),
+    "torch": ("replicas", "sequence_parallel", "tensor_parallel", "expert_parallel"),
     "megatron": (
         "tensor_parallel",
         "sequence_parallel",
@@ -226,6 +226,7 @@ class Planner:
         shape = self.model.shape
         count = self.devices.count
         stages = engine.pipeline_parallel
+        copy = count // stages // engine.replicas
         virtual = engine.virtual_stages
         tensor = engine.tensor_parallel
         within = engine.expert_tensor_parallel
@@ -237,7 +238,7 @@ class Planner:
             and (virtual == 1 or stages > 1)
             and stages * virtual <= shape.depth
             and (not shape.experts or within in (None, 1, tensor))
-            and (not shape.experts or count // stages % engine.expert_sharing == 0)
+            and (not shape.experts or copy % engine.expert_sharing == 0)
             and count // engine.sharing <= self.work.sequences // self.work.updates
             and longest <= config.batch.tokens_per_device * engine.sequence_parallel
             and next(self._indivisible(engine), None) is None
@@ -252,6 +253,7 @@ class Planner:
         values |= {"sequence_parallel": within}
         if engine.kind == "torch":
             values |= {"replicas": every, "reshard_after_forward": (True, False)}
+            values |= {"expert_parallel": within} if experts else {}
         else:
             values |= {"pipeline_parallel": every, "virtual_stages": _VIRTUAL_STAGES}
             values |= {"expert_tensor_parallel": within} if experts else {}

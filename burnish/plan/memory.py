@@ -7,7 +7,7 @@ Left out: interpreter, libraries, drivers, uneven experts.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 
 from burnish.config.schema import EngineConfig, LoraConfig, OptimConfig
@@ -69,6 +69,7 @@ class Needs:
         self._optim = optim
         self._tensor = engine.tensor_parallel
         self._shards = shards_of(engine, devices.count)
+        self._experts_shared_by = 1 if engine.kind == "megatron" else engine.expert_parallel
         self._world = devices.count
         self._cpu = devices.cpu
         self._width = product_bytes(engine)
@@ -141,6 +142,11 @@ class Needs:
         return self._trained * self._model.unfrozen
 
     @cached_property
+    def _stepped_gathered(self) -> float:
+        layers = self._sum(self._when_gathered(self._model.trained))
+        return (layers + self._trained_root) * self._model.unfrozen
+
+    @cached_property
     def _matrices(self) -> float:
         matrices = self._sum(self._held(self._model.trained, matrices=True))
         return matrices * self._model.unfrozen
@@ -153,6 +159,23 @@ class Needs:
             for kind, each in weights.items()
         }
 
+    def _when_gathered(
+        self, weights: Mapping[LayerShape, Sequence[Weight]]
+    ) -> dict[LayerShape, float]:
+        """Return the elements that a rank has while a layer is gathered. Of experts these are those of its own."""
+        return {
+            kind: self._shards
+            * sum(w.held(self._shards, self._tensor) / self._sharers(w) for w in each)
+            for kind, each in weights.items()
+        }
+
+    def _sharers(self, weight: Weight) -> int:
+        return self._experts_shared_by if weight.experts else 1
+
+    def _undivided(self, weights: Iterable[Weight]) -> float:
+        """Return the elements of gathered weights, without padding."""
+        return sum(weight.held(1, self._tensor) / self._sharers(weight) for weight in weights)
+
     @property
     def _counts(self) -> Counter[LayerShape]:
         return self._model.shape.counts
@@ -162,9 +185,9 @@ class Needs:
 
     @cached_property
     def _layers(self) -> dict[LayerShape, float]:
-        own = self._held(self._model.stored(self._width))
-        adapter = self._held(self._model.trained) if self._model.lora else dict.fromkeys(own, 0)
-        return {kind: (own[kind] + adapter[kind]) * self._shards for kind in own}
+        own = self._when_gathered(self._model.stored(self._width))
+        adapter = self._when_gathered(self._model.trained) if self._model.lora else {}
+        return {kind: own[kind] + adapter.get(kind, 0) for kind in own}
 
     @cached_property
     def _root(self) -> float:
@@ -473,9 +496,10 @@ class Needs:
         trained = self._held(self._model.trained)
         reduces = self._engine.reduce_each_microbatch or shards == 1
         # fp32 gradients of earlier micro-batches, which are unsharded until they are reduced.
-        earlier = FP32 * self._stepped * (1 if reduces else shards) * (self.microbatches > 1)
-        largest = max(trained.values())
-        reduced = 0.0 if earlier else FP32 * (self._sum(trained) - largest)
+        kept = self._stepped if reduces else self._stepped_gathered
+        earlier = FP32 * kept * (self.microbatches > 1)
+        reduced = 0.0 if earlier else FP32 * (self._sum(trained) - max(trained.values()))
+        whole = max(self._when_gathered(self._model.trained).values())
         layer = max(self._layers.values())
         depth = self._model.shape.depth
         between = layer if self._regathers else self._sum(self._layers)
@@ -492,8 +516,8 @@ class Needs:
                 max(saved.values()) * (depth > 1) if offloads else self._sum(saved) - saved[kind]
             )
             weights = self._model.trained[kind]
-            mlp = self._width * held((w for w in weights if w.is_mlp), 1, self._tensor)
-            every = self._width * held(weights, 1, self._tensor)
+            mlp = self._width * self._undivided(w for w in weights if w.is_mlp)
+            every = self._width * self._undivided(weights)
             for peak, new_gradient in (
                 (token.mlp_backward, mlp),
                 (token.attention_backward, every),
@@ -503,22 +527,20 @@ class Needs:
                 yield self._moment(root + self._running, activations=others + inner, gradients=own)
                 gathered = root + (2 if self._regathers else 1) * layer
                 # The next gradients come when what the output layer's were exchanged in has gone.
-                own += reduced + FP32 * largest * shards - FP32 * self._trained_head
+                own += reduced + FP32 * whole - FP32 * self._trained_head
                 yield self._moment(gathered, activations=inner, gradients=own)
-        yield from self._reducing(
-            FP32 * self._sum(trained), max(reduced, earlier * reduces), largest
-        )
+        yield from self._reducing(FP32 * self._sum(trained), max(reduced, earlier * reduces), whole)
         gradients = FP32 * self._stepped
         yield self._moment(0, gradients=gradients) | self._stepping
 
-    def _reducing(self, layers: float, others: float, largest: float) -> Iterator[Parts]:
+    def _reducing(self, layers: float, others: float, whole: float) -> Iterator[Parts]:
         """Yield the moments at the backward pass's end: FSDP2 reduces the last gradients in fp32."""
         shards = self._shards
         head = FP32 * self._trained_head / shards
         root = self._trained_root - self._trained_head
         # A lone process makes a third copy by dividing.
         copies = 3.0 if shards == 1 else 1 + self._cpu + 1 / shards
-        own = FP32 * largest * shards * copies
+        own = FP32 * whole * copies
         of_root = 0.0 if self._head else self._head_gradient
         yield self._moment(self._root, gradients=head + of_root + others + own)
         layers += head

@@ -213,6 +213,12 @@ class PlannedModel:
         return self.total({kind: tuple(w for w in each if w.columns > 1) for kind, each in layers})
 
     @cached_property
+    def of_experts(self) -> int:
+        """Elements of experts."""
+        layers = self.layers.items()
+        return self.total({kind: tuple(w for w in each if w.experts) for kind, each in layers})
+
+    @cached_property
     def adapter(self) -> int:
         """Elements of the adapter and of what is trained whole beside it, or 0."""
         if self.lora is None:
@@ -385,6 +391,7 @@ def _of_torch(
     gate_up = "experts.gate_up_proj"
     down = "experts.down_proj"
     sent = layer.experts_per_token * whole
+    exchanged = sent if engine.expert_parallel > 1 else 0.0  # while others' rows arrive
     inner = layer.experts_per_token * layer.intermediate * width / tensor
     rank *= layer.experts_per_token
     router = (FP32 + width) * layer.experts
@@ -397,8 +404,8 @@ def _of_torch(
         + inputs(inner, down)
         + sent,
         products=router + outputs((gate_up, 2 * inner), (down, sent)),
-        forward=max(sent + 2 * inner, 3 * inner, 2 * sent),
-        backward=max(2 * sent, 2 * inner),
+        forward=exchanged + max(sent + 2 * inner, 3 * inner, 2 * sent),
+        backward=exchanged + max(2 * sent, 2 * inner),
     )
     return attention, mlp
 

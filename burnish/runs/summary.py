@@ -134,7 +134,10 @@ def _layout(engine: EngineConfig, world: int) -> str:
     else:
         shard = world // (engine.replicas * math.prod(sizes.values()))
         sizes = {"replicas": engine.replicas, "shard": shard, **sizes}
-    return " × ".join(f"{size} {name}" for name, size in sizes.items())
+    text = " × ".join(f"{size} {name}" for name, size in sizes.items())
+    if engine.kind == "torch" and engine.expert_parallel > 1:
+        text += f"; experts shared by {engine.expert_parallel} neighbours, which exchange tokens"
+    return text
 
 
 def _megatron(engine: EngineConfig, world: int) -> str:

@@ -71,6 +71,13 @@ def test_experts_divide_the_processes_of_a_stage() -> None:
     assert "4 processes" in message
 
 
+def test_experts_divide_the_processes_of_a_copy() -> None:
+    shared = ["engine.expert_parallel=2", "engine.replicas=2"]
+    METHODS["sft"].check(config_of(*shared), world=4)
+    assert "engine.expert_parallel: 2 " in refused("sft", *shared, world=6)
+    refused("sft", *shared, "engine.tensor_parallel=2", world=4)
+
+
 @pytest.mark.parametrize(
     ("kind", "setting", "value"),
     [

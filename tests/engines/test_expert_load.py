@@ -33,6 +33,7 @@ LAYOUTS: dict[int, list[dict[str, Any]]] = {
         {},
         {"sequence_parallel": 2},
         {"tensor_parallel": 2, "router_aux_loss": 0.01},
+        {"expert_parallel": 2},
         MEGATRON | {"tensor_parallel": 2, "activation_checkpointing": "full"},
         MEGATRON | {"pipeline_parallel": 2, "router_aux_loss": 0.01},
         MEGATRON | {"pipeline_parallel": 2, "virtual_stages": 2},

@@ -115,7 +115,8 @@ def test_every_layout_takes_the_steps_of_torchs_muon(tmp_path: Path, family: str
         name: tensor.float() for name, tensor in load_file(path / "model.safetensors").items()
     }
     layouts = [(1, {}), (2, {})]
-    layouts += [(2, {"tensor_parallel": 2})] if family == "llama" else [(4, {"replicas": 2})]
+    of_mixture = [(2, {"expert_parallel": 2}), (4, {"replicas": 2})]
+    layouts += [(2, {"tensor_parallel": 2})] if family == "llama" else of_mixture
     found = [weights_of(run_ranks(train_rank, world, path, how)) for world, how in layouts]
     wanted = train_by_hand(path) if family == "llama" else found[0]  # experts are stacked there
     for after, (world, how) in zip(found, layouts, strict=True):

@@ -14,7 +14,12 @@ from burnish.config.schema import LoraConfig, OptimConfig
 
 LAYOUTS: dict[int, dict[str, dict[str, int]]] = {
     1: {"1": {}},
-    2: {"fsdp 2": {}, "tp 2": {"tensor_parallel": 2}, "sp 2": {"sequence_parallel": 2}},
+    2: {
+        "fsdp 2": {},
+        "tp 2": {"tensor_parallel": 2},
+        "sp 2": {"sequence_parallel": 2},
+        "ep 2": {"expert_parallel": 2},
+    },
     3: {"fsdp 3": {}},
     4: {
         "fsdp 4": {},
@@ -22,10 +27,13 @@ LAYOUTS: dict[int, dict[str, dict[str, int]]] = {
         "fsdp 2 x tp 2": {"tensor_parallel": 2},
         "fsdp 2 x sp 2": {"sequence_parallel": 2},
         "hsdp 2 x tp 2": {"replicas": 2, "tensor_parallel": 2},
+        "fsdp 2 x ep 2": {"expert_parallel": 2},
+        "ep 2 x tp 2": {"expert_parallel": 2, "tensor_parallel": 2},
     },
 }
 """By processes: what the engine is told."""
 SOME = {1: {"1": {}}, 2: {name: LAYOUTS[2][name] for name in ("fsdp 2", "tp 2")}}
+OF_EXPERTS = {1: {"1": {}}, 2: {name: LAYOUTS[2][name] for name in ("fsdp 2", "tp 2", "ep 2")}}
 
 
 @pytest.fixture
@@ -69,7 +77,7 @@ def test_adapters_and_moments_in_bf16_through_pairs_of_layouts(tmp_path: Path) -
     adapted = {"lora": LoraConfig(rank=3, targets=targets)}
     layouts = {
         world: {name: settings | adapted for name, settings in of_world.items()}
-        for world, of_world in SOME.items()
+        for world, of_world in OF_EXPERTS.items()
     }
     path = save_tiny(tmp_path / "m", "mixtral", torch.float32)
     require_every_pair(path, tmp_path, layouts, optim=OptimConfig(moments="bf16"))

@@ -37,10 +37,12 @@ LAYOUTS: dict[int, list[dict[str, Any]]] = {
         {},
         {"sequence_parallel": 2, "activation_checkpointing": "full"},
         {"tensor_parallel": 2, "activation_checkpointing": "selective"},
+        {"expert_parallel": 2, "activation_checkpointing": "full"},
     ],
     4: [
         {"replicas": 2, "activation_checkpointing": "full"},
         {"sequence_parallel": 2, "tensor_parallel": 2},
+        {"expert_parallel": 2, "sequence_parallel": 2},
     ],
 }
 PER_MICRO = {1: 3, 2: 2, 4: 1}

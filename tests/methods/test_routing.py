@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +11,9 @@ from typing import Any
 import pytest
 import torch
 from support.models.tiny import save_tiny
-from support.runs.training_files import BY_SIGMOID, FRESH, MIXTURE, RL, metrics
+from support.runs.same_runs import RL as SAME
+from support.runs.same_runs import assert_same
+from support.runs.training_files import BY_SIGMOID, FRESH, MIXTURE, RL, done, metrics
 
 from burnish.api import run_method
 from burnish.config.schema import RunConfig
@@ -115,3 +118,16 @@ def test_the_experts_of_a_critic_are_evened_out_where_it_has_some(
     found = critic_foundation(lay_foundation(config))
     require_fitting(found.hf_config, found.config.engine)
     assert found.config.engine.router_aux_loss == (0.0 if dense else 0.01)
+
+
+@pytest.mark.nightly
+def test_runs_whose_ranks_share_experts_are_those_of_one_process(work: Path) -> None:
+    """With a reference and experts that are replayed and evened out; then resumed by one process, and by two that share them."""
+    argv = [*SAME, f"model.fresh={json.dumps(MIXTURE)}", "optim.lr=0.002"]
+    argv += ["algorithm.router_replay=rollout", "engine.router_aux_loss=0.01"]
+    shared = "engine.expert_parallel=2"
+    wanted = done(work, *argv, "name=alone")
+    assert_same(done(work, *argv, shared, "name=shared", world=2), wanted)
+    done(work, *argv, shared, "name=resumed", "steps=2", world=2)
+    done(work, *argv, "engine.expert_parallel=1", "name=resumed", "steps=3")
+    assert_same(done(work, *argv, shared, "name=resumed", world=2), wanted)

@@ -292,6 +292,22 @@ MIXTURE = QWEN3_8B | {
 }
 
 
+def test_ranks_that_share_experts_hold_as_much_and_gather_less():
+    """Experts are 64 × 3 × 4096 × 1536 numbers of a layer, in bf16; two layers are gathered at one time."""
+    values = RL | {"model": RL["model"] | {"fresh": MIXTURE | {"num_experts": 64}}}
+    whole, shared = (
+        plan_of(values | {"engine": {"precision": "bf16", "expert_parallel": parts}}, "rl")
+        for parts in (1, 8)
+    )
+    assert shared.phases["save"]["weights"] == whole.phases["save"]["weights"]
+    experts = 2 * 2 * 64 * 3 * 4096 * 1536
+    less = whole.phases["log-probs"]["gathered"] - shared.phases["log-probs"]["gathered"]
+    assert less > experts / 3  # the fullest moments are others
+    assert shared.seconds["update"] < whole.seconds["update"]  # links between machines are slow
+    plans = planner(values, "rl").all_plans()
+    assert {plan.engine.expert_parallel for plan in plans} == {1, 2, 4, 8}
+
+
 @pytest.mark.parametrize(
     ("algorithm", "policy", "critic"),
     [

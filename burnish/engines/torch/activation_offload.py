@@ -74,13 +74,15 @@ class _Layer:
         self._weights: frozenset[int] | None = None
 
     def weights(self) -> frozenset[int]:
-        """Return the addresses of its parameters; none before FSDP gathers them."""
-        if self._weights is None:
-            parameters = list(self._module.parameters())
-            if any(isinstance(parameter, DTensor) for parameter in parameters):
-                return frozenset()
-            self._weights = frozenset(p.untyped_storage().data_ptr() for p in parameters)
-        return self._weights
+        """Return the addresses of its parameters that FSDP has gathered. Experts that ranks share are gathered after the others."""
+        if self._weights is not None:
+            return self._weights
+        parameters = list(self._module.parameters())
+        gathered = [each for each in parameters if not isinstance(each, DTensor)]
+        addresses = frozenset(each.untyped_storage().data_ptr() for each in gathered)
+        if len(gathered) == len(parameters):
+            self._weights = addresses
+        return addresses
 
 
 class ActivationOffload:

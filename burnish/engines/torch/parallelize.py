@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -46,8 +46,8 @@ def parallelize(
     config: EngineConfig,
     mesh: Mesh,
     around: Callable[[Run], Run] | None = None,
-) -> dict[str, Any]:
-    """Cut `scorer` (on meta) for tensor parallelism, shard it with FSDP2, and return the cuts (`burnish.models.parts.ShardRule`).
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Cut `scorer` (on meta) for tensor and then expert parallelism, shard it with FSDP2, and return both cuts (`burnish.models.parts.ShardRule`).
 
     Copies of the model (HSDP) are sharded over neighbouring ranks. Gradients are summed in fp32.
     """
@@ -56,36 +56,49 @@ def parallelize(
         from burnish.engines.torch.tensor_parallel import share_matrices
 
         cuts = share_matrices(scorer, mesh.tensor)
+    of_experts: dict[str, Any] = {}
+    experts: Sequence[nn.Module] = ()
+    if config.expert_parallel > 1:
+        assert mesh.of_experts is not None
+        from burnish.engines.torch.expert_parallel import gather_ahead, share_experts
+
+        of_experts, experts = share_experts(scorer.model, mesh.of_experts["experts"].get_group())
     keep_activations(scorer.model, config, around)
     layers = decoder_layers(scorer)
     if config.compile:
         from burnish.engines.torch.compilation import compile_layers
 
         compile_layers(scorer.model, layers)
-    weights = mesh.weights if config.replicas > 1 else mesh.weights["shard"]
-    parts = mesh.weights["shard"].size()
     policy = MixedPrecisionPolicy(
         param_dtype=None if config.precision == "fp32" else compute_dtype(config),
         reduce_dtype=torch.float32,
         cast_forward_inputs=False,
     )
+    dims = ("replicas", "shard") if config.replicas > 1 else ("shard",)
+    weights = mesh.weights[dims]
     how: dict[str, Any] = {"mesh": weights, "mp_policy": policy}
     if config.parameter_offload:  # copies from pinned memory overlap with compute
         how["offload_policy"] = CPUOffloadPolicy(pin_memory=weights.device_type != "cpu")
-    regathers = config.reshard_after_forward and parts > 1
+    regathers = config.reshard_after_forward and mesh.weights["shard"].size() > 1
+    of_experts_alone = mesh.of_experts[dims] if mesh.of_experts is not None else weights
+    meshes = dict.fromkeys(experts, of_experts_alone)
+    for module in experts:
+        fully_shard(module, reshard_after_forward=regathers, **how | {"mesh": meshes[module]})
     for layer in layers:
         fully_shard(layer, reshard_after_forward=regathers, **how)
     _shard_ends(scorer, how)
     # The backward pass begins with the root's head, so its weights stay gathered.
     fully_shard(scorer, reshard_after_forward=False, **how)
-    if weights.size() > 1:  # the mean over one rank is its sum, without a division
-        for module in scorer.modules():
-            if isinstance(module, FSDPModule):
-                # Losses are already divided by counts over all ranks. FSDP2 would divide by the number of ranks once more.
-                module.set_gradient_divide_factor(1.0)
-                # For a factor of its own FSDP2 takes PREMUL_SUM, which only NCCL has.
-                module.set_force_sum_reduction_for_comms(True)
-    return cuts
+    for module in scorer.modules():
+        # The mean over one rank is its sum, without a division.
+        if isinstance(module, FSDPModule) and meshes.get(module, weights).size() > 1:
+            # Losses are already divided by counts over all ranks. FSDP2 would divide by the number of ranks once more.
+            module.set_gradient_divide_factor(1.0)
+            # For a factor of its own FSDP2 takes PREMUL_SUM, which only NCCL has.
+            module.set_force_sum_reduction_for_comms(True)
+    if experts:
+        gather_ahead(layers, experts)
+    return cuts, of_experts
 
 
 def _shard_ends(scorer: Scorer, how: dict[str, Any]) -> None:

@@ -4,7 +4,7 @@ A block (attention, or a layer's other half) computes some heads, or some of the
 blocks each rank has some of the tokens (Korthikanti et al., arXiv 2205.05198). So the gradient of an uncut parameter is the sum over
 ranks.
 
-Cuts follow transformers' plan of the family (`base_model_tp_plan`). Not supported: families without such a plan, and expert parallelism.
+Cuts follow transformers' plan of the family (`base_model_tp_plan`). Not supported: families without such a plan.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from burnish.distributed.tensor_collectives import all_gather_rows, reduce_scatt
 from burnish.errors import IncompatibleError, UsageError
 from burnish.models.lora.adapter_config import plain_names
 from burnish.models.names import is_matrix
-from burnish.models.parts import ShardRule, VocabularyPart
+from burnish.models.parts import ShardRule, VocabularyPart, keep_parts
 from burnish.models.scorer import Scorer
 
 _STYLES: Mapping[str, tuple[int, int]] = {
@@ -60,7 +60,7 @@ def share_matrices(scorer: Scorer, group: ProcessGroup) -> dict[str, ShardRule]:
     tables = {id(layer.weight) for layer in (embedding, head) if layer is not None}
     every = model.named_parameters(remove_duplicate=False)
     cuts |= {name: vocabulary for name, parameter in every if id(parameter) in tables}
-    _keep_parts(model, cuts)
+    keep_parts(model, cuts)
     tokens = vocabulary.spans[0]
     scorer.vocabulary = VocabularyPart(tokens, group)
     if (padding := getattr(embedding, "padding_idx", None)) is not None:
@@ -147,19 +147,6 @@ def _layer_cuts(
             )
         dim = dim % parameter.ndim if parameter.ndim > 1 else 0
         yield name, ShardRule.of(parameter.shape[dim], dim, rank, ranks, joined)
-
-
-def _keep_parts(model: PreTrainedModel, cuts: Mapping[str, ShardRule]) -> None:
-    """Replace cut parameters by their parts; tied parameters stay tied."""
-    parts: dict[int, nn.Parameter] = {}
-    for name, whole in list(model.named_parameters(remove_duplicate=False)):
-        if name not in cuts:
-            continue
-        if id(whole) not in parts:
-            part = cuts[name].of_tensor(whole.detach())
-            parts[id(whole)] = nn.Parameter(part, whole.requires_grad)
-        owner, _, attribute = name.rpartition(".")
-        setattr(model.get_submodule(owner), attribute, parts[id(whole)])
 
 
 def _gather_tokens(

@@ -1,4 +1,4 @@
-"""The PyTorch engine: FSDP2 (HSDP with several copies), Ulysses and tensor parallelism on one or more processes.
+"""The PyTorch engine: FSDP2 (HSDP with several copies), Ulysses, tensor and expert parallelism on one or more processes.
 
 Main weights and optimizer slots are fp32; compute is bf16 or fp32.
 """
@@ -60,7 +60,7 @@ class TorchEngine(ShardedEngine):
         """See `Engine`. Another torch engine `beside` has the same layout."""
         layout = replace(layout, sequence=config.sequence_parallel, tensor=config.tensor_parallel)
         shared = beside.mesh if isinstance(beside, TorchEngine) else None
-        self.mesh: Mesh = shared or Mesh.of(layout, config.replicas, device)
+        self.mesh: Mesh = shared or Mesh.of(layout, config.replicas, device, config.expert_parallel)
         """The engine's process groups and host memory."""
         super().__init__(hf_config, config, layout, device, self.mesh.arena)
         self._sharing = self.mesh.sequence, layout.tensor
@@ -99,15 +99,15 @@ class TorchEngine(ShardedEngine):
             self._moving = offload.forward_and_backward
             around = offload.around
         self._regions = () if self._adapter else regions(model)
-        self._cuts = parallelize(self._scorer, config, self.mesh, around)
+        self._cuts, cuts_of_experts = parallelize(self._scorer, config, self.mesh, around)
         materialize(self._scorer, device, on_host=config.parameter_offload)
         if self._adapter is not None:
-            self._adapter.cut(self._cuts)
+            self._adapter.cut(self._cuts, cuts_of_experts)
             self._regions = self._adapter.weights
-        elif self._cuts:
+        elif self._cuts or cuts_of_experts:
             from burnish.models.parts import cut_regions
 
-            self._regions = cut_regions(self._regions, self._cuts)
+            self._regions = cut_regions(cut_regions(self._regions, self._cuts), cuts_of_experts)
         self._optimizer: ShardedOptimizer | None = None
         if optim is not None:
             arena = self.arena if config.optimizer_offload else None
@@ -115,12 +115,16 @@ class TorchEngine(ShardedEngine):
 
     @staticmethod
     def require_fitting(hf_config: PretrainedConfig, config: EngineConfig) -> None:
-        """See `Engine.require_fitting`. Raises `IncompatibleError` for a model that tensor parallelism cannot cut."""
+        """See `Engine.require_fitting`. Raises `IncompatibleError` for a model that tensor or expert parallelism cannot cut."""
         require_divisible(model_sizes(hf_config), config)
         if config.tensor_parallel > 1:
             from burnish.engines.torch.tensor_parallel import layer_cuts
 
             layer_cuts(build_on_meta(hf_config), 0, config.tensor_parallel)
+        if config.expert_parallel > 1:
+            from burnish.engines.torch.expert_parallel import require_shareable
+
+            require_shareable(build_on_meta(hf_config))
 
     def forward_backward(self, batch: Batch, loss: LossFn) -> Stats:
         """See `Engine.forward_backward`."""

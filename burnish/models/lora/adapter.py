@@ -202,10 +202,10 @@ class Adapter:
             rows.setdefault(magnitude_name(change.layer), []).append((change.row, spec))
         return rows
 
-    def cut(self, cuts: Mapping[str, ShardRule]) -> None:
-        """Make `base` and `weights` describe cut parameters."""
-        self.base = cut_regions(self.base, cuts)
-        self.weights = cut_regions(self.weights, cuts)
+    def cut(self, cuts: Mapping[str, ShardRule], of_experts: Mapping[str, ShardRule]) -> None:
+        """Make `base` and `weights` describe parameters that tensor and then expert parallelism cut."""
+        self.base = cut_regions(cut_regions(self.base, cuts), of_experts)
+        self.weights = cut_regions(cut_regions(self.weights, cuts), of_experts)
         if self._has_magnitudes and cuts:
             raise IncompatibleError(
                 "tensor parallelism does not divide the layers of DoRA, which needs the norms of whole rows",

@@ -47,6 +47,13 @@ def layouts(more: dict[str, dict[str, Any]]) -> Layouts:
     }
 
 
+def of_mixtures() -> Layouts:
+    """Those whose experts processes share as well."""
+    shared = {"expert_parallel": 2}
+    told = layouts({"ep 2": shared})
+    return {**told, 2: {"torch ep 2": shared, **told[2]}}
+
+
 def save_mixture(directory: Path, layers: int) -> Path:
     """With tied embeddings, and layers with experts and without."""
     changes = {"tie_word_embeddings": True, "num_hidden_layers": layers}
@@ -63,16 +70,18 @@ def save_dense(directory: Path, layers: int) -> Path:
 def test_layouts_are_saved_and_loaded(tmp_path: Path) -> None:
     """Of one process and of two; of each engine by the other."""
     path = save_mixture(tmp_path / "m", UNEVEN)
-    two = layouts({"ep 2": {"expert_parallel": 2}})[2]
-    few = {1: TORCH[1], 2: {name: two[name] for name in ("torch tp 2", "vpp", "ep 2")}}
+    two = of_mixtures()[2]
+    few = {
+        1: TORCH[1],
+        2: {name: two[name] for name in ("torch tp 2", "torch ep 2", "vpp", "ep 2")},
+    }
     require_every_pair(path, tmp_path, few, each=[2])
 
 
 @pytest.mark.nightly
 def test_every_layout_is_saved_and_loaded_on_up_to_four_processes(tmp_path: Path) -> None:
     path = save_mixture(tmp_path / "m", UNEVEN)
-    told = layouts({"ep 2": {"expert_parallel": 2}})
-    require_every_pair(path, tmp_path, told, each=[1, 5, 6])
+    require_every_pair(path, tmp_path, of_mixtures(), each=[1, 5, 6])
 
 
 @pytest.mark.nightly
@@ -98,8 +107,7 @@ def test_every_pair_in_bf16(tmp_path: Path) -> None:
 @pytest.mark.parametrize("layers", [EVEN, UNEVEN])
 def test_every_pair_with_a_mixture(tmp_path: Path, layers: int) -> None:
     path = save_mixture(tmp_path / "m", layers)
-    told = layouts({"ep 2": {"expert_parallel": 2}})
-    require_every_pair(path, tmp_path, told)
+    require_every_pair(path, tmp_path, of_mixtures())
 
 
 @pytest.mark.contract
