@@ -9,10 +9,10 @@ from typing import Any, Literal
 import numpy as np
 
 from burnish.config.schema import RunConfig
-from burnish.families import ModelShape
 from burnish.methods.table import METHODS
 from burnish.plan.devices import parse_devices
 from burnish.plan.layout_search import Planner
+from burnish.plan.shapes import model_shape
 
 MIXED = (0.31, 0.22, 0.16, 0.12, 0.09, 0.06, 0.04)
 """Lengths of a supervised micro-batch's sequences, as fractions of its tokens."""
@@ -35,6 +35,48 @@ MORE: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
     },
     "qwen2": {"tie_word_embeddings": True},
+    "deepseek_v3": {
+        "moe_intermediate_size": 192,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 2,
+        "first_k_dense_replace": 1,
+        "n_group": 1,
+        "topk_group": 1,
+        "q_lora_rank": 128,
+        "kv_lora_rank": 64,
+        "qk_nope_head_dim": 32,
+        "qk_rope_head_dim": 16,
+        "v_head_dim": 32,
+        "head_dim": 16,
+        "num_key_value_heads": 8,
+    },
+    "glm4_moe": {
+        "moe_intermediate_size": 192,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 2,
+        "use_qk_norm": True,
+    },
+    "gpt_oss": {
+        "intermediate_size": 192,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "sliding_window": 128,
+    },
+    "qwen3_next": {
+        "moe_intermediate_size": 192,
+        "shared_expert_intermediate_size": 192,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "linear_num_key_heads": 4,
+        "linear_num_value_heads": 8,
+        "linear_key_head_dim": 32,
+        "linear_value_head_dim": 32,
+    },
+    "minimax_m2": {
+        "intermediate_size": 192,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+    },
 }
 SHAPES: dict[str, dict[str, Any]] = {
     "Qwen3-0.6B": {
@@ -155,7 +197,7 @@ class Case:
         devices = parse_devices(f"{self.processes}x{name}")
         devices = replace(devices, shared_cache=shared_cache and devices.cpu)
         plan, refused = Planner(
-            ModelShape.of(fresh), config, METHODS[self.command], devices
+            model_shape(fresh, config.engine.kind), config, METHODS[self.command], devices
         ).as_configured()
         if plan is None:
             raise AssertionError(f"{self} cannot be planned") from refused
@@ -350,6 +392,19 @@ def _megatron_cases() -> Iterator[Case]:
     yield _small("qwen3_moe", "bf16", "none", 1, kind)
     yield _small("qwen3", "bf16", "none", 1, kind, "rl")
     yield _small("qwen3_moe", "fp32", "none", 2, kind | {"engine.expert_parallel": 2})
+    # Tokens enough that activations are as large as the state.
+    for family in ("deepseek_v3", "glm4_moe", "gpt_oss", "gemma2", "qwen3_next"):
+        depth = 4 if family == "qwen3_next" else 3
+        model = {"num_hidden_layers": depth, "pad_token_id": 0}
+        yield Case(family, "bf16", "none", 4096, model=model, more=kind)
+    state = {"num_hidden_layers": 4, "pad_token_id": 0}
+    yield Case("qwen3_next", "bf16", "selective", 2048, model=state, more=kind)
+    adapter = kind | {"model.lora.rank": 16}
+    yield _small("qwen3", "bf16", "none", 1, adapter)
+    yield _small("qwen3", "bf16", "none", 1, adapter | {"model.lora.targets": ["q_proj"]})
+    yield _small("qwen3", "bf16", "none", 2, adapter | {"engine.tensor_parallel": 2})
+    experts = {"model.lora.targets": ["q_proj", "experts.gate_up_proj", "experts.down_proj"]}
+    yield _small("qwen3_moe", "bf16", "none", 1, adapter | experts)
 
 
 def _small(

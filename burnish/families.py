@@ -105,12 +105,8 @@ class Family:
     @property
     def has_llama_layers(self) -> bool:
         """Layers compute what Llama's do, except for biases, norms per head, windows and experts."""
-        return (
-            self.described
-            and self.block_norms == _LLAMA_NORMS
-            and not self.norm_in_fp32
-            and self.query_norms != "full"
-        )
+        has_norms = self.block_norms == _LLAMA_NORMS and not self.norm_in_fp32
+        return self.described and has_norms and self.query_norms != "full"
 
     @property
     def cuts_heads(self) -> bool:
@@ -322,6 +318,8 @@ class ModelShape(ModelSizes):
 
     layers: tuple[LayerShape, ...]
     """From first to last."""
+    adaptable: tuple[str, ...] = ()
+    """Linear layers that an adapter without targets adapts; empty: all."""
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> ModelShape:

@@ -1,4 +1,4 @@
-"""`burnish plan`: memory and time of a run, and the layouts that fit. Needs a model's config.json; loads no torch."""
+"""`burnish plan`: memory and time of a run, and the layouts that fit. Needs a model's config.json, and torch for few types alone."""
 
 from __future__ import annotations
 

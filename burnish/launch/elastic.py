@@ -16,6 +16,7 @@ from burnish.method import Method
 from burnish.models.lora.adapter_config import with_adapter
 from burnish.plan.devices import Devices, devices_here
 from burnish.plan.layout_search import Planner
+from burnish.plan.shapes import model_shape
 from burnish.runs.hub_revisions import at_newest_steps
 from burnish.runs.preflight import model_fields, small_file
 
@@ -87,18 +88,22 @@ def planner_of(
         precision = "fp32" if devices.cpu else "bf16"
         engine = config.engine.model_copy(update={"precision": precision})
         config = config.model_copy(update={"engine": engine})
+
+    def shape_of(model: ModelConfig) -> ModelShape:
+        return model_shape(model_fields(model), config.engine.kind)
+
     judges = config.reward.models if method.generates else ()
     with of_setting("reward.models"):
-        shapes = [ModelShape.of(model_fields(ModelConfig(path=judge.path))) for judge in judges]
+        shapes = [shape_of(ModelConfig(path=judge.path)) for judge in judges]
     with of_setting("distill.teachers"):
         teachers = [
-            ModelShape.of(model_fields(ModelConfig(path=path)))
+            shape_of(ModelConfig(path=path))
             for path in config.distill.paths
             if "distill" not in method.unread
         ]
     fields = model_fields(config.model)
     return Planner(
-        ModelShape.of(fields),
+        model_shape(fields, config.engine.kind),
         config,
         method,
         devices,

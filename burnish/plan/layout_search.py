@@ -13,7 +13,7 @@ from burnish.config.out_of_memory_hints import remedies
 from burnish.config.schema import EngineConfig, RunConfig
 from burnish.distributed.layout import indivisible
 from burnish.errors import BurnishError, UsageError, bytes_text
-from burnish.families import ModelShape, names_of
+from burnish.families import ModelShape
 from burnish.plan.devices import PER_MACHINE, Clock, Devices
 from burnish.plan.megatron_memory import MegatronNeeds
 from burnish.plan.memory import Needs, Parts, total_of
@@ -132,21 +132,6 @@ class Planner:
                 want=f"one of {', '.join(_DEGREES)}",
                 do="plan with engine.kind=torch",
             )
-        adapter = config.model.adapter or config.critic.lora_rank
-        if config.engine.kind == "megatron" and adapter:
-            raise UsageError(
-                "the planner does not know the megatron engine's memory with an adapter",
-                have="engine.kind: megatron, model.lora or critic.lora_rank",
-                want="all weights trained, or engine.kind: torch",
-                do="plan with engine.kind=torch",
-            )
-        if config.engine.kind == "megatron" and not shape.family.has_llama_layers:
-            raise UsageError(
-                "the planner does not know the megatron engine's memory for models of this type",
-                have="a model whose layers are not Llama's",
-                want=f"one of {names_of('has_llama_layers')}",
-                do="plan with engine.kind=torch",
-            )
         self.model = PlannedModel(shape, config.model.adapter, train=config.model.train)
         self.model.require_targets()
         work = method.workload(config)
@@ -239,6 +224,7 @@ class Planner:
             and stages * virtual <= shape.depth
             and (not shape.experts or within in (None, 1, tensor))
             and (not shape.experts or copy % engine.expert_sharing == 0)
+            and (engine.kind == "torch" or not any(size % tensor for size in self.model.cut))
             and count // engine.sharing <= self.work.sequences // self.work.updates
             and longest <= config.batch.tokens_per_device * engine.sequence_parallel
             and next(self._indivisible(engine), None) is None

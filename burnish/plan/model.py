@@ -6,7 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import NamedTuple, Self
 
 from burnish.config.algorithm import AlgorithmConfig
@@ -19,7 +19,7 @@ from burnish.config.schema import (
     LoraConfig,
     RolloutConfig,
 )
-from burnish.families import LayerShape, ModelShape
+from burnish.families import Family, LayerShape, ModelShape
 from burnish.models.flops import ModelFlops
 from burnish.models.lora.adapter_config import NF4_BLOCK, are_parameters, require_targets
 
@@ -29,9 +29,15 @@ ASSUMED_PROMPT = 512
 """Tokens of a prompt, if `data.max_prompt_length` is not given."""
 NF4_BYTES = NF4_BLOCK // 2 + FP32
 """Bytes of a block of weights in 4 bits."""
+CHUNK = 64
+"""Tokens of which Gated DeltaNet computes the products at one time."""
 _BF16 = 2
+_MLP = ("gate_proj", "up_proj", "down_proj")
 # Suffixes of linear layers whose columns tensor parallelism divides.
-_CUT_BY_COLUMNS = ("o_proj", "down_proj")
+_CUT_BY_COLUMNS = ("o_proj", "down_proj", "out_proj")
+# Linear layers that every tensor rank holds, and other parameters of heads, which tensor ranks divide.
+_WHOLE = ("q_a_proj", "kv_a_proj_with_mqa")
+_CUT_BY_HEADS = ("linear_attn.A_log", "linear_attn.dt_bias", "linear_attn.conv1d.weight", "sinks")
 
 
 def product_bytes(engine: EngineConfig) -> int:
@@ -69,7 +75,7 @@ class Weight:
     @property
     def is_mlp(self) -> bool:
         """Whether it belongs to an MLP or to experts."""
-        return self.experts > 0 or self.linear in ("gate_proj", "up_proj", "down_proj")
+        return self.experts > 0 or self.linear in _MLP
 
     def held(self, shards: int, tensor: int) -> int:
         """Return the fullest rank's elements, with rows cut as torch.chunk cuts them."""
@@ -86,8 +92,8 @@ class Weight:
         inner = rank * (self.experts or 1)
         by_columns = self.linear.endswith(_CUT_BY_COLUMNS)
         rows = self.elements // ((self.experts or 1) * self.width)
-        a = Weight(inner, self.width, self.linear, self.shared and by_columns)
-        return a, Weight(rows, inner, self.linear, self.shared and not by_columns)
+        a = Weight(inner, self.width, self.linear, self.shared and by_columns, self.experts)
+        return a, Weight(rows, inner, self.linear, self.shared and not by_columns, self.experts)
 
 
 def held(weights: Iterable[Weight], shards: int, tensor: int) -> int:
@@ -111,7 +117,18 @@ class PlannedModel:
     @cached_property
     def layers(self) -> dict[LayerShape, tuple[Weight, ...]]:
         """Parameters of each kind of layer."""
-        return {each: tuple(map(_weight, each.parameters)) for each in self.shape.counts}
+        weight = partial(_weight, self.shape.family)
+        return {each: tuple(map(weight, each.parameters)) for each in self.shape.counts}
+
+    @cached_property
+    def cut(self) -> set[int]:
+        """Sizes that the Megatron engine divides among tensor ranks, without those of experts."""
+        return {
+            weight.width if weight.linear.endswith(_CUT_BY_COLUMNS) else weight.rows
+            for weights in self.layers.values()
+            for weight in weights
+            if weight.shared and not weight.experts
+        }
 
     @property
     def is_quantized(self) -> bool:
@@ -177,7 +194,10 @@ class PlannedModel:
         """Return whether the adapter covers layers of this name."""
         if self.lora is None or not linear:
             return False
-        return linear in self.lora.targets if self.lora.targets else not are_parameters(linear)
+        if targets := self.lora.targets or self.shape.adaptable:
+            return linear in targets
+        # PEFT takes the MLPs of a mixture for experts.
+        return not are_parameters(linear) and not (self.shape.experts and linear in _MLP)
 
     def trains(self, linear: str) -> bool:
         """Return whether layers of this name, or their adapter, get gradients."""
@@ -254,18 +274,22 @@ def _is_in(modules: Iterable[str], parameter: str) -> bool:
     return parameter.rpartition(".")[0].endswith((*modules,))
 
 
-def _weight(parameter: tuple[str, tuple[int, ...]]) -> Weight:
+def _weight(family: Family, parameter: tuple[str, tuple[int, ...]]) -> Weight:
     name, sizes = parameter
     module, _, kind = name.rpartition(".")
-    if len(sizes) == 3:
-        experts, rows, width = sizes
-        return Weight(experts, rows * width, f"experts.{kind}", True, experts, width)
-    if not module.endswith("_proj"):
-        return Weight(sizes[0], sizes[-1] if len(sizes) > 1 else 1)
     linear = module.rpartition(".")[2]
+    if linear == "experts":
+        experts, *others = sizes
+        named = f"experts.{kind}" if len(others) == 2 else ""
+        return Weight(experts, math.prod(others), named, True, experts, others[-1])
+    if "_proj" not in linear:
+        of_heads = family.query_norms == "full" and linear in family.query_norm_names
+        is_cut = of_heads or name.endswith(_CUT_BY_HEADS)
+        return Weight(sizes[0], math.prod(sizes[1:]), shared=is_cut)
+    is_cut = linear not in _WHOLE
     if kind == "bias":
-        return Weight(sizes[0], shared=linear not in _CUT_BY_COLUMNS)
-    return Weight(sizes[0], sizes[1], linear, True, 0, sizes[1])
+        return Weight(sizes[0], shared=is_cut and linear not in _CUT_BY_COLUMNS)
+    return Weight(sizes[0], sizes[1], linear, is_cut, 0, sizes[1])
 
 
 def _active(layer: LayerShape, weights: Iterable[Weight]) -> int:

@@ -65,12 +65,15 @@ def test_layouts_of_the_megatron_engine_can_be_taken_as_they_are_recommended(
     assert "layers by" in capsys.readouterr().out
 
 
-def test_what_the_megatron_engine_does_not_have_is_not_planned(
+def test_an_adapter_on_the_megatron_engine_is_planned(
     work: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    argv = ["plan", "c.yaml", "engine.kind=megatron", "--devices", "64xH100-80G"]
-    assert main([*argv, "model.lora.rank=16"]) == 2
-    assert "engine.kind: megatron" in capsys.readouterr().err
+    argv = ["plan", "c.yaml", "engine.kind=megatron", "--devices", "64xH100-80G", "--json"]
+    assert main(argv) == main([*argv, "model.lora.rank=16"]) == 0
+    whole, adapter = map(json.loads, capsys.readouterr().out.splitlines())
+    kept, less = (each["configured"]["plan"]["bytes"]["save"] for each in (whole, adapter))
+    assert less["gradients"] < kept["gradients"] / 10
+    assert less["optimizer"] < kept["optimizer"] / 10
 
 
 def test_a_plan_for_rewards_has_the_phases_of_reinforcement_learning(

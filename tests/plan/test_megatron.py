@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.models.known_sizes import QWEN3_8B
+from support.models.tiny import tiny_config
 
 from burnish.config.document import dump_yaml
 from burnish.config.load import read_config
@@ -15,6 +16,7 @@ from burnish.plan.devices import parse_devices
 from burnish.plan.layout_search import Planner
 from burnish.plan.megatron_memory import MegatronNeeds
 from burnish.plan.model import PlannedModel, Workload
+from burnish.plan.shapes import model_shape
 
 MODEL = QWEN3_8B | {"tie_word_embeddings": False}
 MIXTURE = {
@@ -238,9 +240,28 @@ def test_experts_that_are_evened_out_are_counted_by_a_pass():
     assert counted["update"] == pytest.approx(plain["update"] * 4 / 3, rel=0.05)
 
 
-def test_a_family_that_the_engine_does_not_compute_is_refused():
+def test_types_without_a_description_are_counted_on_this_engine_alone():
+    fields = tiny_config("deepseek_v3").to_dict()
+    assert planner_of(fields, "megatron").model.elements > 0
     with pytest.raises(UsageError):
-        planner(values_of(MODEL | {"model_type": "olmo2"}))
+        planner_of(fields, "torch")
+    with pytest.raises(UsageError):
+        planner_of(tiny_config("falcon_h1").to_dict(), "megatron")
+
+
+def planner_of(fields, kind):
+    config = RunConfig.model_validate(values_of(fields, kind=kind))
+    return Planner(model_shape(fields, kind), config, METHODS["sft"], parse_devices("8xH100"))
+
+
+def test_no_plan_divides_what_tensor_ranks_cannot():
+    """The expert that every token goes to has 20 columns, which four ranks divide and eight do not."""
+    fields = tiny_config("qwen2_moe", shared_expert_intermediate_size=20, num_attention_heads=8)
+    short = {"data": {"train": ["t.jsonl"], "max_length": 64}}
+    config = RunConfig.model_validate(values_of(fields.to_dict()) | short)
+    shape = model_shape(fields.to_dict(), "megatron")
+    plans = Planner(shape, config, METHODS["sft"], parse_devices("8xH100")).all_plans()
+    assert {plan.engine.tensor_parallel for plan in plans} == {1, 2, 4}
 
 
 @given(st.integers(1, 5), st.integers(1, 3), st.integers(1, 12), st.booleans())
