@@ -9,6 +9,7 @@ RAY := .venv-ray
 SMOLLM := .venv-smollm
 GYM := .venv-environments
 VERIFIERS := .venv-verifiers
+NEMO_GYM := .venv-nemo-gym
 OLDEST := .venv-oldest
 MEGATRON := .venv-megatron
 
@@ -33,7 +34,7 @@ VERSIONS := $(addprefix tests/,config/test_keys.py data/test_sources.py data/tes
 
 # What is slow and far from training, and more examples of what Hypothesis draws. Run it before an issue ends, and while you work the
 # parts that your change touches: `make nightly-PART`. tests/support/parts.py says which files each has.
-PARTS := units commands models listed engines megatron layouts rollout runs methods served checkpoints kills gpu trackers vllm ray smollm environments verifiers
+PARTS := units commands models listed engines megatron layouts rollout runs methods served checkpoints kills gpu trackers vllm ray smollm environments verifiers nemo-gym
 NIGHTLY := $(addprefix nightly-,$(PARTS))
 PART = files=$$($(BIN)/python tests/support/parts.py $*) && $(subst $(VENV),$(ENVIRONMENT),$(PYTEST)) $$files
 ENVIRONMENT := $(VENV)
@@ -43,7 +44,7 @@ nightly: $(NIGHTLY) nightly-oldest nightly-newest-megatron
 $(NIGHTLY): nightly-%: $(STAMP)
 	$(PART) -m '(nightly or hypothesis) and not contract' $(WORKERS)
 
-nightly-trackers nightly-vllm nightly-ray nightly-smollm nightly-environments nightly-verifiers: WORKERS :=
+nightly-trackers nightly-vllm nightly-ray nightly-smollm nightly-environments nightly-verifiers nightly-nemo-gym: WORKERS :=
 nightly-trackers: ENVIRONMENT := $(SERVICES)
 nightly-trackers: $(SERVICES)/.installed
 nightly-vllm: ENVIRONMENT := $(VLLM)
@@ -56,6 +57,14 @@ nightly-environments: ENVIRONMENT := $(GYM)
 nightly-environments: $(GYM)/.installed
 nightly-verifiers: ENVIRONMENT := $(VERIFIERS)
 nightly-verifiers: $(VERIFIERS)/.installed
+
+# NeMo Gym needs Python 3.13, which the machine may have beside $(PYTHON). Its servers run there; the tests speak to them over HTTP.
+PYTHON313 := $(shell for each in $(PYTHON) python3.13 $(HOME)/.pyenv/versions/3.13*/bin/python3.13; do \
+	"$$each" -c 'import sys; sys.exit(sys.version_info < (3, 13))' 2> /dev/null && echo "$$each" && break; done)
+
+nightly-nemo-gym: $(if $(PYTHON313),$(NEMO_GYM)/.installed,no-python-3.13)
+no-python-3.13:
+	@echo "There is no Python 3.13, so NeMo Gym is not tested. Name one: make PYTHON313=PATH nightly-nemo-gym"
 
 nightly-oldest: $(OLDEST)/.installed
 	$(subst $(VENV),$(OLDEST),$(PYTEST)) $(WORKERS) $(VERSIONS)
@@ -138,7 +147,13 @@ $(MEGATRON)/.installed: pyproject.toml constraints/cpu.txt
 	$(@D)/bin/python -m pip install --quiet --constraint constraints/cpu.txt --editable '.[dev,math]'
 	@touch $@
 
-.PHONY: $(NIGHTLY) $(CONTRACTS) $(CAMPAIGNS)
+# NeMo Gym 0.7 asks for Python 3.13.14, and runs on older 3.13 too.
+$(NEMO_GYM)/.installed: constraints/nemo-gym.txt
+	$(PYTHON313) -m venv $(@D)
+	$(@D)/bin/python -m pip install --quiet --no-deps --ignore-requires-python --requirement $<
+	@touch $@
+
+.PHONY: $(NIGHTLY) $(CONTRACTS) $(CAMPAIGNS) no-python-3.13
 
 clean:
-	rm -rf $(VENV) $(SERVICES) $(VLLM) $(RAY) $(SMOLLM) $(GYM) $(VERIFIERS) $(OLDEST) $(MEGATRON) .venv-peers .mypy_cache .ruff_cache site
+	rm -rf $(VENV) $(SERVICES) $(VLLM) $(RAY) $(SMOLLM) $(GYM) $(VERIFIERS) $(NEMO_GYM) $(OLDEST) $(MEGATRON) .venv-peers .mypy_cache .ruff_cache site

@@ -265,6 +265,8 @@ ENVIRONMENTS: Mapping[str, str] = {
     "verifiers": "burnish.environments.verifiers:Verifiers",
 }
 """Classes that adapt agents and packages, by their settings in `rollout.environment`."""
+NEMO_GYM = "burnish.environments.nemo_gym:NemoGym"
+"""That of `agent`, if it is a URL."""
 
 COMPARISONS: Registry = {
     name: f"burnish.rewards.builtin:{name}"

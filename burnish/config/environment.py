@@ -7,7 +7,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from burnish.config.section import MayChange, Section
-from burnish.extend import ENVIRONMENTS
+from burnish.extend import ENVIRONMENTS, NEMO_GYM
 
 
 class EnvironmentConfig(Section):
@@ -16,7 +16,7 @@ class EnvironmentConfig(Section):
     function: str | None = None
     """A class with the methods of `burnish.Environment`, as file.py:Class or module:Class. One object is one conversation. null: the model gives one answer to each prompt."""
     agent: str | None = None
-    """A function that holds a conversation over HTTP, as file.py:function or module:function. It gets a row, a URL and a seed, speaks OpenAI's API at the URL, and returns rewards."""
+    """A function that holds a conversation over HTTP, as file.py:function or module:function. It gets a row, a URL and a seed, speaks OpenAI's API at the URL, and returns rewards. Or the URL of NeMo Gym's head server, whose agents hold the conversations."""
     reasoning_gym: str | None = None
     """A data set of the package reasoning-gym, such as chain_sum, in place of `function` and `data.train`. It makes the prompts and scores the answers."""
     trl: str | list[str] | None = None
@@ -63,6 +63,8 @@ class EnvironmentConfig(Section):
     @property
     def target(self) -> str | None:
         """The class: `function`, or that which adapts a package; None without an environment."""
+        if self.has_gym_agents:
+            return NEMO_GYM
         return next((ENVIRONMENTS.get(name, value) for name, value in self.named.items()), None)
 
     @property
@@ -77,3 +79,8 @@ class EnvironmentConfig(Section):
     def has_agents(self) -> bool:
         """Whether conversations are held by agents, which ask for the model's turns over HTTP."""
         return self.agent is not None or self.verifiers is not None
+
+    @property
+    def has_gym_agents(self) -> bool:
+        """Whether `agent` is the URL of NeMo Gym."""
+        return self.agent is not None and "://" in self.agent

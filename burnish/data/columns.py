@@ -7,6 +7,7 @@ from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any, Literal
 
 from burnish.config.schema import DataConfig
+from burnish.data.messages import REQUEST_COLUMN
 from burnish.errors import UsageError
 
 if TYPE_CHECKING:
@@ -92,7 +93,8 @@ def example_format(data: DataConfig, rows: Rows) -> tuple[_ExampleKind, tuple[st
 def prompt_column(data: DataConfig, rows: Rows) -> str:
     """Return the prompt column for RL, chosen in the same way. Raises `MissingError`."""
     chosen = data.prompt_column or data.messages_column
-    names = (chosen,) if chosen else (PROMPT_COLUMNS[0], *_MESSAGES_COLUMNS, *PROMPT_COLUMNS[1:])
+    usual = (REQUEST_COLUMN, PROMPT_COLUMNS[0], *_MESSAGES_COLUMNS, *PROMPT_COLUMNS[1:])
+    names = (chosen,) if chosen else usual
     column = first_present(names, rows)
     if column is None:
         is_chat = data.messages_column and not data.prompt_column
@@ -132,22 +134,11 @@ def value_at(row: Row, name: str) -> Any:
 def prompt_at(row: Row, name: str) -> Any:
     """Return a row's prompt. Alpaca's instruction and input become a message, after those of its history."""
     value = value_at(row, name)
-    input_ = row.get("input")
     if name != _INSTRUCTION or not isinstance(value, str):
         return value
-    asked = {"role": "user", "content": f"{value}\n\n{input_}" if input_ else value}
-    return [*_history(row.get(HISTORY_COLUMN)), asked]
+    from burnish.data.prompt_forms import messages_of_instruction
 
-
-def _history(value: Any) -> list[Any]:
-    """Return the messages of a list of [question, answer]; [] for anything else."""
-    pairs = value if isinstance(value, list) else []
-    if not all(isinstance(pair, list | tuple) and len(pair) == 2 for pair in pairs):
-        return []
-    roles = ("user", "assistant")
-    return [
-        {"role": r, "content": text} for pair in pairs for r, text in zip(roles, pair, strict=True)
-    ]
+    return messages_of_instruction(value, row.get("input"), row.get(HISTORY_COLUMN))
 
 
 def beside(row: Row, used: Collection[str], *, targets: bool) -> Row:

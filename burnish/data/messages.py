@@ -21,6 +21,8 @@ Tools = list[dict[str, Any]]
 
 _TOOL_COLUMNS = ("tools", "functions")
 """The functions that a row's conversation may call (TRL; OpenAI's first form)."""
+REQUEST_COLUMN = "responses_create_params"
+"""A request of OpenAI's Responses API, which has all that the model reads (NeMo Gym)."""
 THOUGHTS = ("reasoning_content", "thinking", "reasoning", "thought", "thoughts")
 """Keys of an assistant's thoughts (Qwen and DeepSeek; gpt-oss; OpenRouter and vLLM; others)."""
 _ROLES: Mapping[str, str] = {

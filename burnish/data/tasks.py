@@ -34,7 +34,7 @@ from burnish.data.columns import (
     value_at,
 )
 from burnish.data.loader import MEASURED, Difficulty
-from burnish.data.messages import Message, Tools, messages_of, tool_column, tools_of
+from burnish.data.messages import REQUEST_COLUMN, Message, Tools, messages_of, tool_column, tools_of
 from burnish.data.sources import Rows
 from burnish.distributed.collectives import agree, any_rank, gather_objects
 from burnish.distributed.layout import Layout
@@ -290,22 +290,9 @@ class RowDataset(ItemSequence[Item]):
         """Return the column of `data.curriculum`. Raises `UsageError` for other values than numbers."""
         if self._data.curriculum in (None, MEASURED):
             return None
-        named = str(self._data.curriculum)
-        name = named.removeprefix("-")
-        if name not in self.rows.columns:
-            raise self.rows.missing([name], "data.curriculum")
-        try:
-            numbers = np.asarray(self.rows.column(name), dtype=np.float64).reshape(len(self.rows))
-        except (TypeError, ValueError):
-            numbers = np.full(len(self.rows), np.nan)
-        if np.isnan(numbers).any():
-            raise UsageError(
-                "the column of data.curriculum does not hold numbers",
-                have=f"{self.rows[int(np.flatnonzero(np.isnan(numbers))[0])][name]!r} in {name}",
-                want="a number in every row",
-                do="correct the rows, or name another column",
-            )
-        return numbers[self._usable] * (1.0 if name == named else -1.0)
+        from burnish.data.curriculum import difficulties
+
+        return difficulties(self.rows, str(self._data.curriculum))[self._usable]
 
     def items(self, indices: Sequence[int]) -> list[Item]:
         """See `ItemSequence.items`."""
@@ -406,6 +393,10 @@ class PromptDataset(RowDataset[Prompt]):
         return answer
 
     def _prompt(self, index: int, row: Row) -> tuple[str, list[Message] | None]:
+        if self._column == REQUEST_COLUMN:
+            from burnish.data.prompt_forms import chat_of_request
+
+            row = chat_of_request(row, self._data.system_prompt)
         value = prompt_at(row, self._column)
         name = self.rows.where(index)
         others = self._beside(row, targets=False)

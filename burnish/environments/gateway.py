@@ -88,7 +88,7 @@ class Agent(Environment):
         """Hold the conversation; return rewards."""
         function = load_function(self._agent, "rollout.environment.agent")
         call = partial(function, row, url, seed, **self._kwargs)
-        return await (call() if inspect.iscoroutinefunction(function) else _in_thread(call))
+        return await (call() if inspect.iscoroutinefunction(function) else in_thread(call))
 
     def close(self) -> None:
         """Stop the agent. A function that is no coroutine gets no further answers."""
@@ -192,7 +192,7 @@ class Gateway:
     def __init__(self) -> None:
         """Listen at a free port of this machine."""
         self._sessions: dict[str, AgentSession] = {}
-        self._http = HttpServer(listen("127.0.0.1", 0), partial(_Handler, self._sessions.get))
+        self._http = HttpServer(listen("127.0.0.1", 0), partial(GatewayHandler, self._sessions.get))
         self._loop = asyncio.new_event_loop()
         self.url = url_of(self._http.socket)
         for run in (self._http.serve_forever, self._loop.run_forever):
@@ -232,7 +232,7 @@ def _observation_of(result: Any) -> Observation:
     return Observation(rewards={} if result is None else result, done=True)
 
 
-def _in_thread(call: Callable[[], Any]) -> Awaitable[Any]:
+def in_thread(call: Callable[[], Any]) -> Awaitable[Any]:
     """Call a function in a thread of its own. Pools of threads would have a limit, and the process could not end without it."""
     future: Future[Any] = Future()
 
@@ -253,7 +253,9 @@ def _set(setter: Callable[[Any], None], value: Any) -> None:
         setter(value)
 
 
-class _Handler(BaseHTTPRequestHandler):
+class GatewayHandler(BaseHTTPRequestHandler):
+    """Answers the requests of sessions, which it finds by their keys."""
+
     protocol_version = "HTTP/1.1"
     disable_nagle_algorithm = True
 
@@ -265,19 +267,27 @@ class _Handler(BaseHTTPRequestHandler):
         """Say nothing: the terminal is the training's."""
 
     def do_GET(self) -> None:
+        """Name the model."""
         if re.fullmatch(r"(/s/[\w-]+)?/v1/models", self.path):
             model = {"id": MODEL, "object": "model", "created": 0, "owned_by": "burnish"}
             self._answer({"object": "list", "data": [model]})
         else:
-            self._refuse(HTTPStatus.NOT_FOUND, f"there is no {self.path}")
+            self.refuse(HTTPStatus.NOT_FOUND, f"there is no {self.path}")
+
+    def content(self) -> bytes | None:
+        """Return the request's content; None for one that is refused."""
+        length = self.headers.get("Content-Length") or ""
+        if length.isdecimal() and int(length) <= _MOST_BYTES:
+            return self.rfile.read(int(length))
+        self.close_connection = True
+        self.refuse(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"at most {_MOST_BYTES} bytes")
+        return None
 
     def do_POST(self) -> None:
-        length = self.headers.get("Content-Length") or ""
-        if not length.isdecimal() or int(length) > _MOST_BYTES:
-            self.close_connection = True
-            self._refuse(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"at most {_MOST_BYTES} bytes")
+        """Answer a request of a session."""
+        content = self.content()
+        if content is None:
             return
-        content = self.rfile.read(int(length))
         path = re.fullmatch(
             r"(?:/s/([\w-]+))?/(v1/chat/completions|inference/v1/generate)",
             self.path.partition("?")[0],
@@ -285,24 +295,24 @@ class _Handler(BaseHTTPRequestHandler):
         session = path and self._session_of(path[1] or self.headers.get("X-Session-ID", ""))
         if path is None or session is None:
             what = "this session has ended" if path else f"there is no {self.path}"
-            self._refuse(HTTPStatus.GONE if path else HTTPStatus.NOT_FOUND, what)
+            self.refuse(HTTPStatus.GONE if path else HTTPStatus.NOT_FOUND, what)
             return
         is_chat = path[2].startswith("v1")
         try:
             body = json.loads(content)
             ask = ask_of(body, is_chat=is_chat)
         except (ValueError, TypeError, AttributeError, RecursionError) as error:
-            self._refuse(HTTPStatus.BAD_REQUEST, str(error))
+            self.refuse(HTTPStatus.BAD_REQUEST, str(error))
             return
         # OpenAI's clients repeat a request that took too long.
         again = self.headers.get("x-stainless-retry-count", "0") != "0"
         try:
             reply = session.ask(ask, again=again)
         except SessionEnded:
-            self._refuse(HTTPStatus.GONE, "this session has ended")
+            self.refuse(HTTPStatus.GONE, "this session has ended")
             return
         if reply.refusal is not None:
-            self._refuse(HTTPStatus.BAD_REQUEST, reply.refusal)
+            self.refuse(HTTPStatus.BAD_REQUEST, reply.refusal)
         elif not is_chat:
             self._answer(generated(reply))
         elif body.get("stream"):
@@ -311,15 +321,19 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer(chat_completion(reply, body))
 
     def _answer(self, body: Mapping[str, Any], status: HTTPStatus = HTTPStatus.OK) -> None:
-        content = json.dumps(body).encode()
+        self.send(json.dumps(body).encode(), status, "application/json")
+
+    def send(self, content: bytes, status: int, kind: str) -> None:
+        """Send an answer of a content type."""
         with suppress(OSError):  # the agent has hung up
             self.send_response(status)
-            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Type", kind)
             self.send_header("Content-Length", str(len(content)))
             self.end_headers()
             self.wfile.write(content)
 
-    def _refuse(self, status: HTTPStatus, message: str) -> None:
+    def refuse(self, status: HTTPStatus, message: str) -> None:
+        """Answer with an error."""
         error = {"message": message, "type": "invalid_request_error", "code": int(status)}
         self._answer({"error": error}, status)
 

@@ -40,6 +40,7 @@ from burnish.environments.calls import (
     Step,
 )
 from burnish.errors import BurnishError, UsageError
+from burnish.records import Prompt
 
 _START_SECONDS = 120.0
 """How long a worker may take to import the class's module and to make its rows."""
@@ -78,10 +79,16 @@ class EnvironmentPool:
                 do="raise the limit, or use a class without tools",
             )
 
-    def require_begin(self, row: Mapping[str, Any], name: str) -> None:
+    def row_of(self, prompt: Prompt) -> Mapping[str, Any]:
+        """Return a row as environments get it: with the messages of its prompt. NeMo Gym gets its rows as they are."""
+        if self._config.has_gym_agents:
+            return prompt.columns
+        return {**prompt.columns, "prompt": prompt.messages}
+
+    def require_begin(self, prompt: Prompt, name: str) -> None:
         """Begin one conversation, and close it. Raises `UsageError` if that fails."""
         key = (0, 0)
-        answer = self.begin({key: (row, 0)})[key]
+        answer = self.begin({key: (self.row_of(prompt), 0)})[key]
         self.end([key])
         if answer.observation is None:
             raise UsageError(

@@ -157,8 +157,7 @@ class RewardPool:
     def require_answer(self, prompt: Prompt, name: str) -> None:
         """Score a ground truth as completion, twice, since a function may forget that it gets several, and let an environment begin. Raises `UsageError` if it fails."""
         if self.environments is not None:
-            row = {**prompt.columns, "prompt": prompt.messages}  # as in a run
-            self.environments.require_begin(row, name)
+            self.environments.require_begin(prompt, name)
         if not self._signatures:
             return
         text = prompt.answer if isinstance(prompt.answer, str) else ""

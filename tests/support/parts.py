@@ -41,6 +41,7 @@ PARTS = {
     "smollm": ("test_real_model.py",),
     "environments": ("environments", "sandbox", "algorithms/test_trl_losses.py"),
     "verifiers": ("environments/test_verifiers.py",),
+    "nemo-gym": ("environments/test_nemo_gym.py",),
 }
 """By name, files and folders below tests/. What is named itself is not of the part of its folder."""
 

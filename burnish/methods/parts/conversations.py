@@ -117,7 +117,7 @@ class Conversations:
             for sample in range(request.first_sample, request.first_sample + request.samples):
                 key = (request.prompt_key, sample)
                 seed = derive_seed(sampling.seed, "environment", greedy, sampling.step, *key)
-                tasks[key] = ({**prompt.columns, "prompt": prompt.messages}, seed)
+                tasks[key] = (self._pool.row_of(prompt), seed)
                 ids = prompt.token_ids.tolist()
                 branches = [Branch(ids, len(ids))]
                 talks.append(OpenConversation(prompt, sample, key, branches, prompt.messages or ()))

@@ -49,6 +49,8 @@ _NEUTRAL: Mapping[str, Any] = {
 }
 """Values of parameters that change nothing."""
 
+_FULL = "the conversation has reached its context length"
+"""What agents look for in an error, to end a conversation well."""
 log = logging.getLogger("burnish")
 
 
@@ -253,7 +255,7 @@ class Sessions(Conversations):
             return refusal
         if session.turns >= self._config.max_turns:
             session.limit = "turns"
-            return f"the conversation has reached rollout.environment.max_turns: {self._config.max_turns}"
+            return f"{_FULL}: rollout.environment.max_turns is {self._config.max_turns}"
         tools = _text(ask.tools)
         if tools not in self._bridges:
             self._bridges[tools] = self._bridge_of(tools=[dict(tool) for tool in ask.tools])
@@ -264,7 +266,7 @@ class Sessions(Conversations):
         room = sampling.max_tokens - (len(ids) - len(talk.prompt.token_ids))
         if room < 1:
             session.limit = "length"
-            return f"the prompt has {len(ids)} tokens, and at most {len(talk.prompt.token_ids) + sampling.max_tokens - 1} leave room for an answer (rollout.max_response_length)"
+            return f"{_FULL}: the prompt has {len(ids)} tokens, and at most {len(talk.prompt.token_ids) + sampling.max_tokens - 1} leave room for an answer (rollout.max_response_length)"
         if (ask.max_tokens or 0) > room:
             self._tell(
                 "max_tokens",
