@@ -124,7 +124,7 @@ def test_the_experts_of_a_critic_are_evened_out_where_it_has_some(
 def test_runs_whose_ranks_share_experts_are_those_of_one_process(work: Path) -> None:
     """With a reference and experts that are replayed and evened out; then resumed by one process, and by two that share them."""
     argv = [*SAME, f"model.fresh={json.dumps(MIXTURE)}", "optim.lr=0.002"]
-    argv += ["algorithm.router_replay=rollout", "engine.router_aux_loss=0.01"]
+    argv += ["algorithm.router_replay=rollout", "engine.router_aux_loss=0.01", "evaluation.every=1"]
     shared = "engine.expert_parallel=2"
     wanted = done(work, *argv, "name=alone")
     assert_same(done(work, *argv, shared, "name=shared", world=2), wanted)
