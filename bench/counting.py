@@ -73,7 +73,9 @@ class Counts:
         )
 
 
-class _Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts in `counts` what happens in its block."""
+
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.counts = Counts()
@@ -152,7 +154,7 @@ def count_step(config: RunConfig, method: str, microbatches: int, ranks: int) ->
         engine = make_engine(hf, config.engine, config.optim, layout=layout, device=device)
         batch = make_batch(examples(method, microbatches), Layout(), _TOKENS, count_flops(hf))
         assert len(batch.microbatches) == microbatches
-        with _Counting() as counting:
+        with Counting() as counting:
             engine.forward_backward(batch, loss)
         engine.close()
     return counting.counts

@@ -48,7 +48,8 @@ from burnish.records import StopReason
 from burnish.rewards.overview import RewardFailures
 from burnish.rewards.pool import RewardPool
 from burnish.rollout.base import Sampling, Watch
-from burnish.rollout.builtin.generator import BuiltinGenerator, SlotSequence
+from burnish.rollout.builtin.decoding import SlotSequence
+from burnish.rollout.builtin.generator import BuiltinGenerator
 from burnish.rollout.running import StopRule
 from burnish.runs.setup import lay_foundation, make_run_engine, prompt_dataset
 from burnish.tracking.progress import Progress

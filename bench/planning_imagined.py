@@ -96,15 +96,16 @@ def imagined_accelerator() -> Iterator[torch.device]:
         _setup_privateuseone_for_python_backend(NAME, _Backend())
         # CUDA has one kernel for this. Else torch composes it of operations, which hold their results.
         torch.library.impl("aten::silu_backward", "PrivateUse1", lambda g, x: torch.empty_like(x))
-    attention = mock.patch(
-        "burnish.models.kernels.attention._has_varlen_kernel", _has_varlen_kernel
+    attention = mock.patch("burnish.models.kernels.attention.has_varlen_kernel", _has_varlen_kernel)
+    pages = mock.patch(
+        "burnish.rollout.builtin.paged_decoding.has_varlen_kernel", _has_varlen_kernel
     )
     norm = mock.patch("torch.nn.functional.rms_norm", _rms_norm)
     passes = mock.patch("burnish.models.logprobs._kernels", _kernels)
     sums = mock.patch("burnish.models.packing._kernels", _kernels)
     triton = mock.patch("burnish.models.packing.compiles_triton", _yes)
     ampere = mock.patch("burnish.models.logprobs.is_sm80_or_newer", _yes)
-    with attention, norm, passes, sums, triton, ampere, _Fakes():
+    with attention, pages, norm, passes, sums, triton, ampere, _Fakes():
         yield torch.device(NAME, 0)
 
 

@@ -35,8 +35,8 @@ from burnish.models import scorer
 from burnish.models.kernels import attention
 from burnish.models.kernels.attention import BlockPlan, Softmax
 from burnish.models.logprobs import LogitTransform
+from burnish.rollout.builtin import decoding as builtin_decoding
 from burnish.rollout.builtin import forward
-from burnish.rollout.builtin import generator as builtin_generator
 
 CPU = torch.device("cpu")
 SIZES = {
@@ -112,7 +112,7 @@ SHOWN: dict[str, tuple[Replaced, str]] = {
             (
                 EMBEDDED,
                 f"""\
-        if {PACKED} and type(kwargs["packing"]).__name__ in ("SlotCache", "SharedCache"):
+        if {PACKED} and type(kwargs["packing"]).__name__ in ("DenseCache", "SharedCache"):
             position_ids = position_ids + 1
 {EMBEDDED}""",
             ),
@@ -521,7 +521,7 @@ def test_values_of_which_no_model_can_be_built_are_refused(fields: dict[str, Any
 def test_latent_attention_is_generated_right_from_both_caches(
     has_units: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(builtin_generator, "has_matrix_units", lambda _: has_units)
+    monkeypatch.setattr(builtin_decoding, "has_matrix_units", lambda _: has_units)
     prove(AutoConfig.for_model("deepseek_v3"))
 
 

@@ -1,4 +1,4 @@
-"""What a training step asks of an accelerator, counted on a simulated one (`bench.counting`)."""
+"""What a training step and a decoding step ask of an accelerator, counted on a simulated one (`bench.counting`)."""
 
 import json
 import subprocess
@@ -6,7 +6,17 @@ import sys
 
 import pytest
 
+from bench import counting_decoding
 from bench.counting import MOST
+
+
+@pytest.mark.nightly
+def test_a_token_launches_few_kernels_a_layer():
+    command = [sys.executable, "-m", "bench.counting_decoding", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    layer, rest = json.loads(done.stdout.splitlines()[-1])
+    assert 0 < layer <= counting_decoding.MOST[0]
+    assert 0 < rest <= counting_decoding.MOST[1]
 
 
 @pytest.mark.nightly

@@ -12,7 +12,7 @@ from burnish.models.kernels.attention import (
     IMPLEMENTATION,
     PackedLayout,
     Softmax,
-    _has_varlen_kernel,
+    has_varlen_kernel,
 )
 
 LENGTHS = (5, 64, 1, 30, 64, 100)
@@ -67,9 +67,9 @@ def test_a_gpu_takes_the_kernel() -> None:
         pytest.skip("the kernel needs compute capability 8.0")
     query = torch.zeros(1, 2, 5, 32, device="cuda")
     half = query.bfloat16()
-    assert _has_varlen_kernel(half, half)
-    assert not _has_varlen_kernel(half, half[..., :16])
-    assert not _has_varlen_kernel(query, query)
+    assert has_varlen_kernel(half, half)
+    assert not has_varlen_kernel(half, half[..., :16])
+    assert not has_varlen_kernel(query, query)
 
 
 @pytest.mark.parametrize("device", DEVICES)

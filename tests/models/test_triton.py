@@ -23,7 +23,7 @@ ARCHITECTURES = (80, 90, 100, 120)
 MOST_REGISTERS = 64
 
 
-@pytest.mark.parametrize("kernel", ["logprobs", "sums"])
+@pytest.mark.parametrize("kernel", ["logprobs", "sums", "decoding"])
 def test_they_are_right_in_the_interpreter(kernel):
     env = {**os.environ, "TRITON_INTERPRET": "1"}
     subprocess.run([sys.executable, __file__, kernel], env=env, check=True)
@@ -81,6 +81,32 @@ def interpret_sums():
                 torch.testing.assert_close(found, source.grad, rtol=bound, atol=0)
 
 
+def interpret_decoding():
+    from burnish.models.kernels.fused import norm_rotate
+    from burnish.models.kernels.triton_decoding import rotate_and_write, silu_gate
+
+    torch.manual_seed(0)
+    for heads, kv_heads, width in ((4, 2, 16), (3, 3, 24), (8, 1, 128)):
+        joined = torch.randn(5, heads + 2 * kv_heads, width)
+        rotation = (torch.randn(5, 1, width), torch.randn(5, 1, width))
+        places = torch.tensor([9, 0, 31, 7, 8], dtype=torch.int32)
+        for weights in (None, (torch.randn(width), torch.randn(width))):
+            pools = (torch.zeros(32, kv_heads, width), torch.zeros(32, kv_heads, width))
+            query = rotate_and_write(joined, weights, 1e-6, rotation, places, pools)
+            parts = joined.split([heads, kv_heads, kv_heads], dim=1)
+            of_query, of_key = weights or (None, None)
+            wanted = norm_rotate(parts[0], of_query, 1e-6, rotation)
+            torch.testing.assert_close(query, wanted)
+            keys = torch.zeros(32, kv_heads, width)
+            keys[places.long()] = norm_rotate(parts[1], of_key, 1e-6, rotation)
+            torch.testing.assert_close(pools[0], keys)
+            torch.testing.assert_close(pools[1][places.long()], parts[2])
+    for width in (1, 640, 1500):
+        joined = torch.randn(3, 2 * width)
+        gate, up = joined.chunk(2, dim=-1)
+        torch.testing.assert_close(silu_gate(joined), torch.nn.functional.silu(gate) * up)
+
+
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("element", ["bf16", "fp32"])
 def test_they_compile_to_few_registers_and_wide_loads(architecture, element, tmp_path):
@@ -88,7 +114,7 @@ def test_they_compile_to_few_registers_and_wide_loads(architecture, element, tmp
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from burnish.models.kernels import triton_logprobs, triton_sums
+    from burnish.models.kernels import triton_decoding, triton_logprobs, triton_sums
 
     values, indices, sums = f"*{element}", "*i64", "*fp32"
     numbers = {"rows": "i32", "scale": "fp32", "bound": "fp32"}
@@ -118,6 +144,25 @@ def test_they_compile_to_few_registers_and_wide_loads(architecture, element, tmp
             {"block": triton_sums._BLOCK},
             {"enable_fp_fusion": True},
         ),
+        (
+            triton_decoding._gate_kernel,
+            {"joined": values, "result": values, "width": "i32"},
+            {"block": triton_decoding._GATE_BLOCK},
+            {"enable_fp_fusion": True},
+        ),
+        (
+            triton_decoding._rotate_kernel,
+            {
+                **dict.fromkeys(("joined", "query_weight", "key_weight"), values),
+                **dict.fromkeys(("queries", "keys", "values"), values),
+                "cosines": sums,
+                "sines": sums,
+                "places": "*i32",
+                "epsilon": "fp32",
+            },
+            {"heads": 16, "kv_heads": 8, "half": 64, "normed": True, "block": 64},
+            {"num_warps": 1, "enable_fp_fusion": True},
+        ),
     ]
     for kernel, signature, constants, how in kernels:
         names = kernel.arg_names
@@ -137,7 +182,9 @@ def test_they_compile_to_few_registers_and_wide_loads(architecture, element, tmp
         [registers] = map(int, re.findall(r"REG:(\d+)", used))
         assert registers <= MOST_REGISTERS
         assert re.findall(r"STACK:(\d+)", used) == ["0"]
-        assert re.search(r"ld\.global\S*\.v[248]\.", compiled.asm["ptx"])
+        # A head is narrow: two elements for each thread.
+        is_narrow = kernel is triton_decoding._rotate_kernel
+        assert is_narrow or re.search(r"ld\.global\S*\.v[248]\.", compiled.asm["ptx"])
 
 
 def cuobjdump():
@@ -147,4 +194,9 @@ def cuobjdump():
 
 
 if __name__ == "__main__":
-    {"logprobs": interpret_logprobs, "sums": interpret_sums}[sys.argv[1]]()
+    interpret = {
+        "logprobs": interpret_logprobs,
+        "sums": interpret_sums,
+        "decoding": interpret_decoding,
+    }
+    interpret[sys.argv[1]]()

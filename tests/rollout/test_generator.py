@@ -41,7 +41,7 @@ from burnish.families import family_of
 from burnish.models.names import model_shards
 from burnish.records import Completion, Request
 from burnish.rollout.base import Generator, Sampling
-from burnish.rollout.builtin import generator as builtin_generator
+from burnish.rollout.builtin import decoding as builtin_decoding
 from burnish.rollout.builtin.forward import FusedForward, ModuleForward
 from burnish.rollout.builtin.generator import BuiltinGenerator
 from burnish.rollout.builtin.kv_cache import PromptCache
@@ -66,7 +66,7 @@ class TestContract(GeneratorContract):
     def _cache(self, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
         """The cache of CPUs without matrix units, and that of all other devices."""
         units = request.param == "prompts in every row"
-        monkeypatch.setattr(builtin_generator, "has_matrix_units", lambda device: units)
+        monkeypatch.setattr(builtin_decoding, "has_matrix_units", lambda device: units)
 
     def make(self, model: PreTrainedModel, **options: Any) -> Generator:
         return builtin(model, **options)
@@ -79,7 +79,7 @@ def test_automatic_slots_are_as_many_as_memory_has_room_for(
     config = model.config
     asked: list[int] = []
 
-    class Watched(builtin_generator.Decoding):
+    class Watched(builtin_decoding.Decoding):
         def __init__(self, model: Any, requests: Any, how: Any, rule: Any, slots: int, *_: Any):
             asked.append(slots)
             super().__init__(model, requests, how, rule, slots)
@@ -103,7 +103,7 @@ def test_automatic_slots_are_as_many_as_memory_has_room_for(
 def test_turns_read_only_what_is_new_as_far_as_memory_goes(
     units: bool, slots: int, kept: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(builtin_generator, "has_matrix_units", lambda device: units)
+    monkeypatch.setattr(builtin_decoding, "has_matrix_units", lambda device: units)
     generator = builtin(tiny_model("qwen3"), slots=slots)
     read: list[int] = []
     forward = generator._model.forward
@@ -130,7 +130,7 @@ def test_turns_join_those_that_run(
     units: bool, slots: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What follows is drawn as if it were asked for alone, whenever it comes."""
-    monkeypatch.setattr(builtin_generator, "has_matrix_units", lambda device: units)
+    monkeypatch.setattr(builtin_decoding, "has_matrix_units", lambda device: units)
     model = tiny_model("qwen3")
     sampling = Sampling(12, seed=4, keeps=True)
     generator = builtin(model, slots=slots, eos=range(3, 20))
@@ -177,7 +177,7 @@ def test_layers_with_state_continue_each_completion(
     family: str, units: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Completions of one prompt and of others end at different times, and move into each other's slots."""
-    monkeypatch.setattr(builtin_generator, "has_matrix_units", lambda device: units)
+    monkeypatch.setattr(builtin_decoding, "has_matrix_units", lambda device: units)
     model = tiny_model(family)
     requests = make_requests((1, 5, 23, 5, 2, 40))
     groups = builtin(model, eos=range(3, 20)).generate(requests, Sampling(20))
@@ -209,7 +209,7 @@ def test_no_more_prompts_are_read_ahead_than_there_are_slots(
             read.append(len(lengths))
             super().__init__(lengths, *more)
 
-    monkeypatch.setattr(builtin_generator, "PromptCache", Watched)
+    monkeypatch.setattr(builtin_decoding, "PromptCache", Watched)
     builtin(tiny_model("lfm2"), slots=2).generate(make_requests(samples=1), Sampling(2))
     assert read == [2, 2, 1]
 
@@ -262,7 +262,7 @@ class TestForward:
         self, units: bool, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """Both round at different places; the log-probs of the same tokens differ by bf16's grain."""
-        monkeypatch.setattr(builtin_generator, "has_matrix_units", lambda device: units)
+        monkeypatch.setattr(builtin_decoding, "has_matrix_units", lambda device: units)
         model = tiny_model("qwen3")
         requests = make_requests()
         groups = builtin(model, dtype=torch.bfloat16).generate(requests, Sampling(20))
@@ -299,7 +299,7 @@ class TestSchedule:
         self, behind: int, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """Every token but the first of each completion costs one row of one step, and its end one more at most where it is read late."""
-        monkeypatch.setattr(builtin_generator, "steps_behind", lambda device: behind)
+        monkeypatch.setattr(builtin_decoding, "steps_behind", lambda device: behind)
         generator = builtin(tiny_model(), slots=5, eos=range(3, 12))
         rows: list[int] = []
         forward_of_model = generator._model.forward
@@ -320,7 +320,7 @@ class TestSchedule:
     def test_prompts_are_read_in_chunks(self, monkeypatch: pytest.MonkeyPatch) -> None:
         requests, sampling = make_requests((30, 5, 8, 40, 3)), Sampling(6)
         whole = builtin(tiny_model(), slots=3).generate(requests, sampling)
-        monkeypatch.setattr(builtin_generator, "_PREFILL_TOKENS", 36)
+        monkeypatch.setattr(builtin_decoding, "_PREFILL_TOKENS", 36)
         assert_same(builtin(tiny_model(), slots=3).generate(requests, sampling), whole)
 
     def test_attention_is_not_cudnns_which_plans_every_shape_anew(self) -> None:
@@ -347,8 +347,8 @@ class TestSchedule:
             most.append(len(living))
             return cache
 
-        monkeypatch.setattr(builtin_generator, "PromptCache", counted)
-        monkeypatch.setattr(builtin_generator, "_PREFILL_TOKENS", 8)
+        monkeypatch.setattr(builtin_decoding, "PromptCache", counted)
+        monkeypatch.setattr(builtin_decoding, "_PREFILL_TOKENS", 8)
         requests = make_requests((8, 5, 7, 4, 8, 6, 3, 5, 6), samples=3)
         builtin(tiny_model(), slots=2).generate(requests, Sampling(4))
         assert len(most) > 8
@@ -360,7 +360,7 @@ class TestSchedule:
         requests, sampling = make_requests(samples=4), Sampling(29, top_k=20)
         model, eos = tiny_model("mistral"), range(3, 9)
         one = builtin(model, eos=eos).generate(requests, sampling)
-        monkeypatch.setattr(builtin_generator, "steps_behind", lambda device: 1)
+        monkeypatch.setattr(builtin_decoding, "steps_behind", lambda device: 1)
         assert_same(builtin(model, eos=eos).generate(requests, sampling), one)
 
     def test_long_completions_outgrow_the_first_memory(self) -> None:

@@ -18,7 +18,7 @@ from burnish.distributed.processes import process_group
 from burnish.errors import IncompatibleError
 from burnish.models.names import model_shards
 from burnish.rollout.base import Sampling
-from burnish.rollout.builtin import generator as builtin_generator
+from burnish.rollout.builtin import decoding as builtin_decoding
 from burnish.rollout.builtin.generator import BuiltinGenerator
 
 ROUTED = Sampling(12, experts=True)
@@ -29,8 +29,8 @@ def test_the_engine_finds_the_same(
     tmp_path: Path, family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where what was drawn is read a step later, and completions end at different steps."""
-    monkeypatch.setattr(builtin_generator, "steps_behind", lambda _: 1)
-    monkeypatch.setattr(builtin_generator, "_PREFILL_TOKENS", 24)
+    monkeypatch.setattr(builtin_decoding, "steps_behind", lambda _: 1)
+    monkeypatch.setattr(builtin_decoding, "_PREFILL_TOKENS", 24)
     path, config = save_tiny(tmp_path / "m", family, torch.float32), tiny_config(family)
     with process_group(CPU, 60) as layout:
         engine = make_engine(layout, path, None)

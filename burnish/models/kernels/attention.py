@@ -199,7 +199,7 @@ class PackedLayout:
         rows = [part.transpose(1, 2).squeeze(0) for part in parts]
         if self.shared is not None:
             rows = self.shared.spread(*rows)
-        if softmax.softcap is None and _has_varlen_kernel(parts[0], parts[2]):
+        if softmax.softcap is None and has_varlen_kernel(parts[0], parts[2]):
             output = self._varlen(rows, softmax)
         else:
             output = self.blocks.attend(rows, softmax)
@@ -234,7 +234,8 @@ class PackedLayout:
         return output
 
 
-def _has_varlen_kernel(query: Tensor, value: Tensor) -> bool:
+def has_varlen_kernel(query: Tensor, value: Tensor) -> bool:
+    """Return whether torch has a kernel for sequences of any length with such heads."""
     return (
         is_sm80_or_newer(query.device)
         and query.dtype in (torch.bfloat16, torch.float16)

@@ -205,66 +205,69 @@ class FusedForward:
 
     def __init__(self, model: PreTrainedModel) -> None:
         base: Any = model.base_model
-        self._embed = base.embed_tokens
-        self._rotary = base.rotary_emb
-        self._blocks = [_Block(layer) for layer in base.layers]
-        self._norm: FusedRMSNorm = base.norm
-        self.products = [product for block in self._blocks for product in block.products]
+        self.embed = base.embed_tokens
+        self.rotary = base.rotary_emb
+        self.blocks = [FusedBlock(layer) for layer in base.layers]
+        self.norm: FusedRMSNorm = base.norm
+        self.products = [product for block in self.blocks for product in block.products]
 
     def __call__(
         self, token_ids: Tensor, positions: Tensor, packing: PackedAttention, routing: Any
     ) -> Tensor:
         """See `InferenceModel.forward`."""
-        hidden: Tensor = self._embed(token_ids)
-        rotation = rotation_of(*self._rotary(hidden[None], positions[None]))
-        for block in self._blocks:
+        hidden: Tensor = self.embed(token_ids)
+        rotation = rotation_of(*self.rotary(hidden[None], positions[None]))
+        for block in self.blocks:
             hidden = block(hidden, rotation, packing)
-        return self._norm(hidden)
+        return self.norm(hidden)
 
 
-class _Block:
+class FusedBlock:
+    """A block of `FusedForward`."""
+
     def __init__(self, layer: Any) -> None:
         attention: FusedAttention = layer.self_attn
         mlp = layer.mlp
-        self._attention = attention
+        self.attention = attention
         projections = (attention.q_proj, attention.k_proj, attention.v_proj)
         self._heads, self._kv_heads = (
             part.out_features // attention.head_dim for part in projections[:2]
         )
         self._head_dim: int = attention.head_dim
-        self._qkv = FusedLinear(*projections)
-        self._out = FusedLinear(attention.o_proj)
-        self._gate_up = FusedLinear(mlp.gate_proj, mlp.up_proj)
-        self._down = FusedLinear(mlp.down_proj)
-        self._act = mlp.act_fn
-        self.products = (self._qkv, self._out, self._gate_up, self._down)
-        self._norm = layer.input_layernorm
-        self._mlp_norm = layer.post_attention_layernorm
+        self.qkv = FusedLinear(*projections)
+        self.out = FusedLinear(attention.o_proj)
+        self.gate_up = FusedLinear(mlp.gate_proj, mlp.up_proj)
+        self.down = FusedLinear(mlp.down_proj)
+        self.act = mlp.act_fn
+        self.products = (self.qkv, self.out, self.gate_up, self.down)
+        self.norm = layer.input_layernorm
+        self.mlp_norm = layer.post_attention_layernorm
 
     def __call__(
         self, hidden: Tensor, rotation: tuple[Tensor, Tensor], packing: PackedAttention
     ) -> Tensor:
-        attended = self._attend(self._norm(hidden), rotation, packing)
-        hidden = hidden + self._out(attended)
-        gate, up = self._gate_up(self._mlp_norm(hidden)).chunk(2, dim=-1)
-        return hidden + self._down(self._act(gate).mul_(up))
+        """Return the hidden states [T, hidden] after the block."""
+        attended = self._attend(self.norm(hidden), rotation, packing)
+        hidden = hidden + self.out(attended)
+        gate, up = self.gate_up(self.mlp_norm(hidden)).chunk(2, dim=-1)
+        return hidden + self.down(self.act(gate).mul_(up))
 
     def _attend(
         self, hidden: Tensor, rotation: tuple[Tensor, Tensor], packing: PackedAttention
     ) -> Tensor:
         """Return attention of [T, hidden] before its output projection, [T, heads · head_dim]."""
-        qkv = self._qkv(hidden).view(len(hidden), -1, self._head_dim)
+        qkv = self.qkv(hidden).view(len(hidden), -1, self._head_dim)
         rotating, value = torch.split(qkv, [self._heads + self._kv_heads, self._kv_heads], dim=1)
         rotating = self._rotate(rotating, rotation)
         parts = (rotating[:, : self._heads], rotating[:, self._heads :], value)
         query, key, value = (part.transpose(0, 1)[None] for part in parts)
-        softmax = Softmax(self._attention.scaling, self._attention.sliding_window)
-        output = packing.attend(self._attention.layer_idx, (query, key, value), softmax)
+        softmax = Softmax(self.attention.scaling, self.attention.sliding_window)
+        output = packing.attend(self.attention.layer_idx, (query, key, value), softmax)
         return output[0].flatten(1)
 
     def _rotate(self, heads: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
-        query = self._attention.q_norm
-        key = self._attention.k_norm
+        query = self.attention.q_norm
+        key = self.attention.k_norm
         if query is None or key is None:
             return rotate(heads, rotation)
         weights = torch.cat(
@@ -280,7 +283,7 @@ class FusedLinear:
         """Make the layers' weights, biases and A views of joined tensors."""
         plain: list[nn.Linear] = [getattr(layer, "base_layer", layer) for layer in layers]
         self._bias = None if plain[0].bias is None else _concatenate(plain, "bias")
-        self._weight = _concatenate(plain, "weight")
+        self.weight = _concatenate(plain, "weight")
         columns = _ranges([part.out_features for part in plain])
         adapted = [(c, x) for c, x in zip(columns, layers, strict=True) if hasattr(x, "lora_A")]
         factors: list[nn.Linear] = [layer.lora_A["default"] for _, layer in adapted]
@@ -291,17 +294,18 @@ class FusedLinear:
             for (columns, layer), rows in zip(adapted, ranks, strict=True)
         ]
         self._reordered: Tensor | None = None
+        self.is_plain = self._bias is None and self._a is None
 
     def refresh(self) -> None:
         """Reorder weights for a CPU's bf16 units, which each product would do otherwise."""
-        weight = self._weight
+        weight = self.weight
         if weight.is_cpu and weight.dtype == torch.bfloat16 and has_bf16_products(weight.device):
             self._reordered = torch.ops.mkldnn._reorder_linear_weight(weight, None)
 
     def __call__(self, rows: Tensor) -> Tensor:
         """Return [n, sum of out], in new memory, W x + b + s B A x for `rows` [n, in]."""
         if self._reordered is None:
-            result: Tensor = linear(rows, self._weight, self._bias)
+            result: Tensor = linear(rows, self.weight, self._bias)
         else:
             parts = (rows, self._reordered, self._bias)
             result = torch.ops.mkldnn._linear_pointwise(*parts, "none", [], "")

@@ -1,87 +1,36 @@
 """Sample from a copy of the model inside the training process.
 
-Every process holds the whole model in the compute dtype and generates its own requests. Waiting completions enter free slots in
-order. Prompts are read ahead in packed chunks. An accelerator copies tokens to the host during its next step, so Python learns of
-a completion's end one step late.
+Every process holds the whole model in the compute dtype and generates its own requests.
 """
 
 from __future__ import annotations
 
-import time
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import torch
-from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import PretrainedConfig, PreTrainedModel
 
 from burnish.boxes.shards import Publication, TensorSpec
-from burnish.config.schema import MOST_SLOTS, LoraConfig
-from burnish.distributed.device import free_memory, has_matrix_units
+from burnish.config.schema import LoraConfig
+from burnish.distributed.device import free_memory, has_matrix_units, is_sm80_or_newer
 from burnish.distributed.layout import Layout
-from burnish.records import Experts, Floats, Request, TokenIds, to_device
-from burnish.rollout.base import Decode, Sampling, Watch, not_finite
+from burnish.records import Floats, Request
+from burnish.rollout.base import Decode, Sampling, Watch
+from burnish.rollout.builtin.decoding import Decoding, SlotPrompt, SlotSequence, slots_that_fit
 from burnish.rollout.builtin.forward import InferenceModel
-from burnish.rollout.builtin.kv_cache import PromptCache, SlotCache
-from burnish.rollout.builtin.sampling import Drawn, draw, uniforms
-from burnish.rollout.running import LocalGenerator, Running, StopRule
+from burnish.rollout.builtin.kv_cache import PromptCache, SlotBytes
+from burnish.rollout.running import LocalGenerator, StopRule
 
 if TYPE_CHECKING:
     from burnish.rollout.builtin.turns import KeptTurns
 
 # Share of free memory for the cache. Prefill and fragmentation take the rest.
 _SHARE_OF_FREE_MEMORY = 0.8
-_PREFILL_TOKENS = 8192
-"""Chunk size for reading prompts, in tokens; a longer prompt is read alone."""
 # Sampling holds about this many copies of the logits.
 _LOGIT_COPIES = 5
-_KERNELS = [
-    SDPBackend.FLASH_ATTENTION,
-    SDPBackend.EFFICIENT_ATTENTION,
-    SDPBackend.MATH,
-    SDPBackend.OVERRIDEABLE,
-]
-"""Attention kernels to use. cuDNN's is left out: it is planned anew for every shape, and shapes change at every step."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Chunk:
-    cache: PromptCache
-    """The prompts' keys, values and states."""
-    last: Tensor
-    """Hidden state after each prompt's last token [prompts, hidden]."""
-    experts: Sequence[Experts]
-    """Experts of each prompt's tokens; empty unless requested."""
-    version: int
-    """Version of the weights that read the prompts."""
-
-
-@dataclass(slots=True, eq=False)
-class _SlotPrompt:
-    """A prompt, and its chunk until all completions have started."""
-
-    token_ids: TokenIds
-    key: tuple[int, int]
-    """The request's `prompt_key` and first sample."""
-    chunk: _Chunk | None = None
-    index: int = 0
-
-
-@dataclass(slots=True, eq=False, kw_only=True)
-class SlotSequence(Running):
-    """A completion in a slot, or waiting."""
-
-    prompt: _SlotPrompt
-    """The prompt, shared by its samples."""
-    sampled_logprobs: list[float] = field(default_factory=list)
-    """As in `Drawn`, one per token."""
-    logprobs: list[float] = field(default_factory=list)
-    """As in `Drawn`, one per token."""
 
 
 class BuiltinGenerator(LocalGenerator[SlotSequence]):
@@ -119,7 +68,7 @@ class BuiltinGenerator(LocalGenerator[SlotSequence]):
 
     def _maker(self, request: Request) -> Callable[..., SlotSequence]:
         key = (request.prompt_key, request.first_sample)
-        return partial(SlotSequence, prompt=_SlotPrompt(request.token_ids, key))
+        return partial(SlotSequence, prompt=SlotPrompt(request.token_ids, key))
 
     @torch.inference_mode()
     def _complete(
@@ -132,21 +81,29 @@ class BuiltinGenerator(LocalGenerator[SlotSequence]):
         if not sampling.keeps:
             self.forget()
         slots = self._slots
+        longest = max((len(each.prompt.token_ids) + each.room for each in running), default=0)
+        make: Callable[..., Decoding] = Decoding
+        most_kept: int | None = None
+        if is_sm80_or_newer(self._model.device):
+            from burnish.rollout.builtin.paged_decoding import choose_decoding
+
+            # Turns that follow are longer.
+            longest = self._max_positions or longest if self._following else longest
+            sizes = (slots, longest, len(running), sampling)
+            make, slots, most_kept = choose_decoding(self._room(), self._slot_bytes, *sizes)
         if slots == "auto":
-            longest = max((len(each.prompt.token_ids) + each.room for each in running), default=0)
-            slots = self._slots_that_fit(longest, keeps=sampling.keeps)
+            slots = slots_that_fit(self._room(), self._slot_bytes, longest, keeps=sampling.keeps)
         if sampling.keeps:
             from burnish.rollout.builtin.turns import KeptTurns
 
             self._turns = self._turns or KeptTurns()
-            self._turns.begin(running, slots)
-        decoding = Decoding(self._model, running, sampling, rule, slots, self._turns)
+            self._turns.begin(running, most_kept or slots * longest)
+        decoding = make(self._model, running, sampling, rule, slots, self._turns)
         decoding.run(lambda: self._version or 0, watch, self._following)
 
     def _logprobs(self, running: SlotSequence) -> tuple[Floats, Floats]:
-        return np.array(running.sampled_logprobs, np.float32), np.array(
-            running.logprobs, np.float32
-        )
+        fp32 = np.float32
+        return np.array(running.sampled_logprobs, fp32), np.array(running.logprobs, fp32)
 
     def load_weights(self, weights: Publication, version: int) -> None:
         """See `InferenceModel.load`."""
@@ -176,8 +133,8 @@ class BuiltinGenerator(LocalGenerator[SlotSequence]):
         del self._model
 
     @cached_property
-    def _slot_bytes(self) -> tuple[int, int]:
-        """Return a slot's bytes for each token, and for its logits and states. Reads one token."""
+    def _slot_bytes(self) -> SlotBytes:
+        """Return a slot's bytes for each token, and for its logits and states. Reads one token, and returns its cache."""
         model = self._model
         cache = PromptCache([1], model.device)
         token = torch.zeros(1, dtype=torch.int64, device=model.device)
@@ -190,265 +147,11 @@ class BuiltinGenerator(LocalGenerator[SlotSequence]):
         fixed = _LOGIT_COPIES * model.logits(hidden).nbytes + 2 * sum(
             part.nbytes for part in states
         )
-        return per_token, fixed
+        return per_token, fixed, cache
 
-    def _slots_that_fit(self, length: int, *, keeps: bool) -> int:
-        """Return how many sequences of `length` tokens fit: 512, halved until they do. With `keeps`, as many again are kept.
-
-        Only powers of two, so that a restart computes the same bits.
-        """
-        per_token, fixed = self._slot_bytes
+    def _room(self) -> float:
+        """Return the bytes that slots and what is kept of conversations may take."""
         device = self._model.device
         processes = self._layout.local_world if device.type == "cpu" else 1
         room = _SHARE_OF_FREE_MEMORY * free_memory(device) / processes
-        room += self._turns.nbytes if self._turns else 0
-        length *= 2 if keeps else 1
-        slots = MOST_SLOTS
-        while slots > 1 and slots * (length * per_token + fixed) > room:
-            slots //= 2
-        return slots
-
-
-class Decoding:
-    """One call's completions in at most `slots` slots."""
-
-    def __init__(
-        self,
-        model: InferenceModel,
-        sequences: Sequence[SlotSequence],
-        sampling: Sampling,
-        stop_rule: StopRule,
-        slots: int,
-        turns: KeptTurns | None = None,
-    ) -> None:
-        self._turns = turns
-        self._model = model
-        self._sampling = sampling
-        self._stop_rule = stop_rule
-        self._waiting = deque(sequences)
-        self._unread = deque(dict.fromkeys(sequence.prompt for sequence in sequences))
-        slots = min(slots, len(self._waiting))
-        longest = max((len(prompt.token_ids) for prompt in self._unread), default=0)
-        self._cache = _cache_class(model.device)(slots, longest, sampling.max_tokens)
-        self._prompts_read = 0
-        self._slots: list[SlotSequence | None] = [None] * slots
-        self._readbacks: deque[Any] = deque()
-        """Drawn tokens on their way to the host: the arguments of `_append`."""
-        self._steps_behind = steps_behind(model.device)
-        self._ended = 0
-        self._version: Callable[[], int] = lambda: 0
-        self._state = torch.zeros(4, slots, dtype=torch.int64, device=model.device)
-        """Rows: latest token, its position, random key, number of tokens drawn. One column per slot."""
-
-    def run(
-        self,
-        version: Callable[[], int],
-        watch: Watch | None = None,
-        following: Callable[[bool], list[SlotSequence]] | None = None,
-    ) -> None:
-        """Decode to the end. `version` returns that of the weights, which `watch` may replace."""
-        reported = 0
-        self._version = version
-        self._following = following
-        # The first n slots are in use: a late one moves into each gap. So a step computes no rows for completions that have ended.
-        with sdpa_kernel(_KERNELS):
-            while running := self._refill():
-                self._step(running)
-                if watch is not None:
-                    watch(self._ended - reported)
-                    reported = self._ended
-        if watch is not None:
-            watch(self._ended - reported)
-
-    def _refill(self) -> int:
-        """Fill free slots and close gaps; return the number running."""
-        while self._clear() and None in self._slots:
-            free = [row for row, slot in enumerate(self._slots) if slot is None]
-            rows = free[: len(self._waiting)]
-            self._start(rows, [self._waiting.popleft() for _ in rows])
-        running = sum(slot is not None for slot in self._slots)
-        gaps = [row for row, slot in enumerate(self._slots[:running]) if slot is None]
-        if gaps:
-            late = [row for row in range(running, len(self._slots)) if self._slots[row] is not None]
-            self._move(late, gaps)
-        return running
-
-    def _clear(self) -> bool:
-        """Free the slots of completions that have ended; return whether others wait."""
-        if self._turns is not None:
-            self._turns.keep(self._slots, self._cache, self._version())
-        self._slots = [None if slot is None or slot.reason else slot for slot in self._slots]
-        if self._following is not None:
-            new = self._following(not self._waiting and not any(self._slots))
-            if self._turns is not None:
-                self._turns.add(new)
-            self._waiting.extend(new)
-            self._unread.extend(dict.fromkeys(sequence.prompt for sequence in new))
-        return bool(self._waiting)
-
-    def _move(self, sources: list[int], targets: list[int]) -> None:
-        for source, target in zip(sources, targets, strict=True):
-            self._slots[target] = self._slots[source]
-            self._slots[source] = None
-        rows_from = self._index(sources)
-        rows_to = self._index(targets)
-        self._cache.move(rows_from, rows_to)
-        self._state[:, rows_to] = self._state[:, rows_from]
-
-    def _start(self, rows: list[int], sequences: list[SlotSequence]) -> None:
-        by_chunk: dict[_Chunk, dict[int, SlotSequence]] = {}
-        for row, sequence in zip(rows, sequences, strict=True):
-            by_chunk.setdefault(self._chunk_of(sequence.prompt), {})[row] = sequence
-            self._slots[row] = sequence
-        for chunk, by_row in by_chunk.items():
-            chunk_sequences = list(by_row.values())
-            which = [sequence.prompt.index for sequence in chunk_sequences]
-            for sequence in chunk_sequences if chunk.experts else ():
-                sequence.experts.append(chunk.experts[sequence.prompt.index])
-            index = self._index(list(by_row))
-            self._cache.place(index, chunk.cache, which)
-            keys = self._index([sequence.key for sequence in chunk_sequences])
-            counts = self._index([sequence.drawn for sequence in chunk_sequences])
-            drawn = self._draw(chunk.last[self._index(which)], keys, counts)
-            self._receive(chunk_sequences, drawn)
-            lengths = self._index([chunk.cache.lengths[prompt] for prompt in which])
-            self._state[:, index] = torch.stack((drawn.tokens, lengths, keys, counts + 1))
-        self._forget(sequences)
-
-    def _forget(self, started: Sequence[SlotSequence]) -> None:
-        """Release chunks whose completions have all started, in order."""
-        coming = self._waiting[0].prompt if self._waiting else None
-        for sequence in started:
-            if sequence.prompt is not coming:
-                sequence.prompt.chunk = None
-
-    def _chunk_of(self, prompt: _SlotPrompt) -> _Chunk:
-        if prompt.chunk is not None and prompt.chunk.version != self._version():
-            waiting = dict.fromkeys([prompt, *(sequence.prompt for sequence in self._waiting)])
-            stale = [unread for unread in waiting if unread.chunk is prompt.chunk]
-            self._unread.extendleft(reversed(stale))
-            for unread in stale:
-                unread.chunk = None
-        while prompt.chunk is None:
-            self._read_ahead()
-        return prompt.chunk
-
-    def _read_ahead(self) -> None:
-        prompts: list[_SlotPrompt] = []
-        room = _PREFILL_TOKENS
-        # No more than there are slots: a prompt's states may be larger than its keys and values.
-        for _ in range(min(len(self._slots), len(self._unread))):
-            if prompts and len(self._unread[0].token_ids) > room:
-                break
-            prompts.append(self._unread.popleft())
-            room -= len(prompts[-1].token_ids)
-        device = self._model.device
-        lengths = [len(prompt.token_ids) for prompt in prompts]
-        place = (lengths, device, self._prompts_read)
-        cache: PromptCache | None = None
-        if self._turns is not None:
-            cache = self._turns.continued(prompts, self._version(), *place)
-        cache = cache or PromptCache(*place)
-        self._prompts_read += len(prompts)
-        unread = [
-            prompt.token_ids[known:] for prompt, known in zip(prompts, cache.known, strict=True)
-        ]
-        tokens = np.concatenate(unread)
-        spans = zip(cache.known, cache.lengths, strict=True)
-        positions = torch.cat([torch.arange(known, length) for known, length in spans])
-        routing = self._routing()
-        hidden = self._model.forward(
-            to_device(torch.from_numpy(tokens.astype(np.int64)), device),
-            to_device(positions, device),
-            cache,
-            routing,
-        )
-        ends = np.cumsum([len(part) for part in unread])
-        experts = np.split(routing.record().cpu().numpy(), ends[:-1]) if routing else ()
-        last = to_device(torch.from_numpy(ends - 1), device)
-        chunk = _Chunk(cache, hidden[last], cache.with_known(experts), self._version())
-        for index, prompt in enumerate(prompts):
-            prompt.chunk = chunk
-            prompt.index = index
-
-    def _step(self, running: int) -> None:
-        sequences = [sequence for sequence in self._slots[:running] if sequence is not None]
-        read = max(len(s.prompt.token_ids) + len(s.tokens) - s.drawn for s in sequences)
-        # An accelerator is one step ahead of what Python has read, so a row may be longer than its tokens here say.
-        span = read + self._steps_behind
-        token, position, key, count = self._state[:, :running]
-        routing = self._routing()
-        cache = self._cache.step(position, span)
-        hidden = self._model.forward(token, position, cache, routing)
-        drawn = self._draw(hidden, key, count)
-        token.copy_(drawn.tokens)
-        position += 1
-        count += 1
-        self._receive(sequences, drawn, routing.record() if routing else None)
-
-    def _routing(self) -> Any:
-        if not self._sampling.experts:
-            return None
-        from burnish.models.routing import Routing
-
-        return Routing()
-
-    def _draw(self, hidden: Tensor, keys: Tensor, counts: Tensor) -> Drawn:
-        return draw(self._model.logits(hidden), self._sampling, uniforms(keys, counts))
-
-    def _receive(
-        self, sequences: Sequence[SlotSequence], drawn: Drawn, experts: Tensor | None = None
-    ) -> None:
-        """Start copying drawn tokens to the host; append those that have arrived."""
-        device = drawn.tokens.device
-        parts = [part.to("cpu", non_blocking=True) for part in drawn]
-        experts = None if experts is None else experts.to("cpu", non_blocking=True)
-        copied = None if device.type == "cpu" else torch.Event(device)
-        if copied is not None:
-            copied.record()
-        self._readbacks.append((tuple(sequences), parts, experts, copied, self._version()))
-        while len(self._readbacks) > self._steps_behind:
-            self._append(*self._readbacks.popleft())
-
-    def _append(
-        self,
-        sequences: Sequence[SlotSequence],
-        parts: Sequence[Tensor],
-        experts: Tensor | None,
-        copied: torch.Event | None,
-        version: int,
-    ) -> None:
-        """Append drawn tokens, and the experts [n, L, k] of the tokens before them. Raises `BurnishError` for NaN."""
-        if copied is not None:
-            copied.synchronize()
-        if not bool(parts[2].isfinite().all()):
-            raise not_finite()
-        tokens, sampled, logprobs = (part.tolist() for part in parts)
-        # Copied out of pinned memory, because completions keep them to their end.
-        routed = None if experts is None else experts.numpy().copy()
-        now = time.time()
-        for row, sequence in enumerate(sequences):
-            if sequence.reason is not None:
-                continue
-            sequence.sampled_logprobs.append(sampled[row])
-            sequence.logprobs.append(logprobs[row])
-            if routed is not None:
-                sequence.experts.append(routed[row : row + 1])
-            self._ended += sequence.take(tokens[row : row + 1], version, self._stop_rule, now)
-
-    def _index(self, rows: Sequence[int]) -> Tensor:
-        # Copied without blocking: a tensor made on the device would wait for everything queued there.
-        return to_device(torch.tensor(rows), self._model.device)
-
-
-def _cache_class(device: torch.device) -> Callable[[int, int, int], SlotCache]:
-    if has_matrix_units(device):
-        return SlotCache
-    from burnish.rollout.builtin.shared_cache import SharedCache
-
-    return SharedCache
-
-
-def steps_behind(device: torch.device) -> int:
-    """Return how many steps are queued before the oldest is read."""
-    return 0 if device.type == "cpu" else 1
+        return room + (self._turns.nbytes if self._turns else 0)

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from burnish.models.kernels.attention import Heads, PackedAttention, Softmax
+from burnish.models.kernels.attention import Heads, Softmax
 from burnish.rollout.builtin.kv_cache import PromptCache, RowStore, SlotCache
 
 
@@ -28,14 +28,14 @@ class SharedCache(SlotCache):
         self._lengths = torch.zeros(slots, dtype=torch.int64)
         self._groups: _Groups | None = None
 
-    def place(self, rows: Tensor, prompts: PromptCache, which: Sequence[int]) -> None:
+    def place(self, rows: Sequence[int], prompts: PromptCache, which: Sequence[int]) -> None:
         """See `SlotCache.place`."""
-        for row, index in zip(rows.tolist(), which, strict=True):
+        for row, index in zip(rows, which, strict=True):
             self._prompt_of[row] = prompts.first + index
-        self._lengths[rows] = torch.tensor([prompts.lengths[index] for index in which])
+        self._lengths[list(rows)] = torch.tensor([prompts.lengths[index] for index in which])
         self.reserve(prompts, len(self._lengths), 0)
         self._groups = None
-        self.start(prompts, which, rows)
+        super().place(rows, prompts, which)
         fresh = [i for i in dict.fromkeys(which) if prompts.first + i not in self._stored]
         if not fresh:
             return
@@ -48,18 +48,18 @@ class SharedCache(SlotCache):
             self._stored[place] = prompts.first + index
         longest = max(prompts.lengths[index] for index in fresh)
         self._prompts.reserve(prompts, len(self._stored), longest)
-        self._prompts.read(prompts, fresh, torch.tensor(places))
+        self._prompts.read(prompts, fresh, places)
 
-    def move(self, sources: Tensor, targets: Tensor) -> None:
+    def move(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """See `RowStore.move`."""
         super().move(sources, targets)
-        self._lengths[targets] = self._lengths[sources]
-        for source, target in zip(sources.tolist(), targets.tolist(), strict=True):
+        self._lengths[list(targets)] = self._lengths[list(sources)]
+        for source, target in zip(sources, targets, strict=True):
             self._prompt_of[target] = self._prompt_of[source]
         self._groups = None
 
     def copied(self, row: int, length: int) -> dict[int, tuple[Tensor, ...]]:
-        """See `SlotCache.copied`."""
+        """See `RowStore.copied`."""
         prompt = int(self._lengths[row])
         own = super().copied(row, length - prompt)
         place = self._stored.index(self._prompt_of[row] or 0)
@@ -71,7 +71,7 @@ class SharedCache(SlotCache):
             for layer, parts in own.items()
         }
 
-    def step(self, positions: Tensor, span: int) -> PackedAttention:
+    def step(self, positions: Tensor, span: int) -> SharedCache:
         """See `SlotCache.step`. Positions and span count from the end of the prompt."""
         running = len(positions)
         if self._groups is None or self._groups.running != running:
@@ -125,7 +125,7 @@ class SharedCache(SlotCache):
         late = [p for p in range(len(live), len(self._stored)) if self._stored[p] in live]
         gaps = [p for p in range(len(live)) if self._stored[p] not in live]
         if late:
-            self._prompts.move(torch.tensor(late), torch.tensor(gaps))
+            self._prompts.move(late, gaps)
         for source, target in zip(late, gaps, strict=True):
             self._stored[target] = self._stored[source]
         del self._stored[len(live) :]

@@ -19,7 +19,7 @@ from burnish.records import Experts, TokenIds
 from burnish.rollout.builtin.kv_cache import PromptCache, SlotCache
 
 if TYPE_CHECKING:
-    from burnish.rollout.builtin.generator import SlotSequence
+    from burnish.rollout.builtin.decoding import SlotSequence
 
 Key = tuple[int, int]
 """A conversation: its `prompt_key` and sample."""
@@ -96,9 +96,9 @@ class KeptTurns:
         layers = [pair for kept in self._kept.values() for pair in kept.layers.values()]
         return sum(part.nbytes for pair in layers for part in pair)
 
-    def begin(self, sequences: Sequence[SlotSequence], slots: int) -> None:
-        """Begin a call, and free the conversations that it does not continue."""
-        self._most = slots * max((len(s.prompt.token_ids) + s.room for s in sequences), default=0)
+    def begin(self, sequences: Sequence[SlotSequence], most: int) -> None:
+        """Begin a call, and free the conversations that it does not continue. At most so many tokens are kept."""
+        self._most = most
         self._key_of = {}
         self.add(sequences)
         first_samples = {sequence.prompt.key for sequence in sequences}
@@ -119,7 +119,8 @@ class KeptTurns:
         for row, sequence in enumerate(slots):
             if sequence is None or sequence.reason is None or cache.states:
                 continue
-            ids = np.concatenate([sequence.prompt.token_ids, sequence.own])[:-1]
+            own = sequence.own[sequence.prompt.drawn :]
+            ids = np.concatenate([sequence.prompt.token_ids, own])[:-1]
             is_mixed = [number for number, _ in sequence.versions] != [version]
             if is_mixed or kept_tokens + len(ids) > self._most:
                 continue

@@ -23,7 +23,7 @@ class PausedRank:
         self._directory.mkdir()
         places = {
             "setup": ("burnish.methods.parts.online_training:make_collector", 1),
-            "rollout": ("burnish.rollout.builtin.generator:Decoding._step", 6),
+            "rollout": ("burnish.rollout.builtin.decoding:Decoding._step", 6),
             "reward": ("burnish.rewards.signature:call", 3),
             "update": ("burnish.methods.parts.online_training:policy_stats", 2),
             "save": ("burnish.checkpoint.save:BlockWriter.write", 2),
