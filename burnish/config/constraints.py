@@ -495,7 +495,7 @@ def _of_degrees(engine: EngineConfig, world: int) -> Iterator[BurnishError]:
             have=f"engine.expert_parallel: {engine.expert_parallel} × {tensor} processes for each expert's matrices, "
             f"{copy} processes",
             want="a product that divides them",
-            do=f"make the product {_near(engine.expert_sharing, copy)}"
+            do=f"make the product {_near(engine.expert_sharing, copy)}, or start another number of processes"
             + (within if engine.kind == "megatron" else ""),
         )
 

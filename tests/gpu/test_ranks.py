@@ -42,6 +42,7 @@ LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
     "hsdp": ("qwen3", {"replicas": 2}),
     "tensor": ("qwen3", {"tensor_parallel": 2, "activation_checkpointing": "selective"}),
     "sequence": ("qwen3_moe", {"sequence_parallel": 2}),
+    "experts": ("qwen3_moe", {"expert_parallel": 2, "activation_checkpointing": "full"}),
     "offload": ("qwen3", {"activation_offload": True, "optimizer_offload": True}),
     "megatron tensor": ("qwen3", {"kind": "megatron", "tensor_parallel": 2}),
     "megatron pipeline": ("qwen3", {"kind": "megatron", "pipeline_parallel": 2}),
