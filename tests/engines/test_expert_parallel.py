@@ -178,6 +178,7 @@ def crowded_rank(
     return found if layout.is_main else []
 
 
+@pytest.mark.nightly
 def test_a_rank_may_get_no_tokens(models: dict[str, Path]) -> None:
     wanted = by_hand(models["mixtral"], crowd())
     ways = [{"activation_checkpointing": "full"}]
