@@ -76,13 +76,14 @@ IN_LAYER = {
     "mlp.shared_experts.linear_fc1.weight": ("gated", "mlp.{shared}.{part}.weight"),
     "mlp.shared_experts.linear_fc2.weight": ("columns", "mlp.{shared}.{part}.weight"),
     "mlp.shared_experts.gate_weight": ("whole", "mlp.{shared}_gate.weight"),
+    "mlp.shared_experts.gate.weight": ("whole", "mlp.{shared}_gate.weight"),
     "mlp_bda.norm.weight": ("whole", "{norms[3]}.weight"),
     "mlp.linear_fc2.post_layernorm.weight": ("whole", "{norms[3]}.weight"),
     "post_mlp_layernorm.weight": ("whole", "{norms[3]}.weight"),
 }
 """A layer's parameters except experts: how tensor ranks cut each, and the checkpoint tensors in it.
 
-A norm that is fused with the matrix behind it is named after the matrix. Megatron-Bridge has two names for norms behind a block. An expert's matrices are cut like those of a dense MLP.
+A norm that is fused with the matrix behind it is named after the matrix. Megatron-Bridge has two names for norms behind a block. The gate of a shared expert has Megatron's name and this engine's. An expert's matrices are cut like those of a dense MLP.
 """
 OUTSIDE_LAYERS = {
     "embedding.word_embeddings.weight": ("vocabulary", "model.embed_tokens.weight"),

@@ -21,7 +21,9 @@ _ACTIVATIONS = {
     # Most at one time beside it.
     "backward": (1, 0, 0, 0, 2, 2),
 }
-_MLP_INPUTS = {"gate_proj", "up_proj", "gate_up_proj", "experts.gate_up_proj"}
+_MLP_INPUTS = {
+    "gate_proj", "up_proj", "gate_up_proj", "experts.gate_up_proj", "shared_expert_gate",
+}  # fmt: skip
 _BEHIND_MLP = {"down_proj", "experts.down_proj"}
 _BEHIND = _BEHIND_MLP | {"o_proj", "out_proj"}
 # More of the inner width that is kept where experts have biases and bounds.

@@ -36,7 +36,7 @@ _MLP = ("gate_proj", "up_proj", "down_proj")
 # Suffixes of linear layers whose columns tensor parallelism divides.
 _CUT_BY_COLUMNS = ("o_proj", "down_proj", "out_proj")
 # Linear layers that every tensor rank holds, and other parameters of heads, which tensor ranks divide.
-_WHOLE = ("q_a_proj", "kv_a_proj_with_mqa")
+_WHOLE = ("q_a_proj", "kv_a_proj_with_mqa", "shared_expert_gate")
 _CUT_BY_HEADS = ("linear_attn.A_log", "linear_attn.dt_bias", "linear_attn.conv1d.weight", "sinks")
 
 
@@ -282,7 +282,7 @@ def _weight(family: Family, parameter: tuple[str, tuple[int, ...]]) -> Weight:
         experts, *others = sizes
         named = f"experts.{kind}" if len(others) == 2 else ""
         return Weight(experts, math.prod(others), named, True, experts, others[-1])
-    if "_proj" not in linear:
+    if "_proj" not in linear and linear not in _WHOLE:
         of_heads = family.query_norms == "full" and linear in family.query_norm_names
         is_cut = of_heads or name.endswith(_CUT_BY_HEADS)
         return Weight(sizes[0], math.prod(sizes[1:]), shared=is_cut)

@@ -29,8 +29,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "experts": {"expert_parallel": 2},
 }
 EXPERTS = LoraConfig(rank=4, targets=["o_proj", "experts.gate_up_proj", "experts.down_proj"])
-UNADAPTED = ("qwen2_moe", "qwen3_next", "qwen3_5_moe_text", "hunyuan_v1_moe")
-"""Types with a gate or a router that the engine does not adapt."""
+UNADAPTED = ("hunyuan_v1_moe",)
+"""Types whose routers are linear layers, which the engine does not adapt."""
 Case = tuple[str, dict[str, Any], LoraConfig | None]
 
 

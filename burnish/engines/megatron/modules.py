@@ -360,12 +360,18 @@ class PlainRouter(TopKRouter):
 
 
 class SharedExpert(SharedExpertMLP):
-    """The expert that every token goes to, with its gate on the device."""
+    """The expert that every token goes to. Its gate is a linear layer, which Megatron's is not, so that it can have an adapter."""
 
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        if (gate := dict(self.named_parameters()).get("gate_weight")) is not None:
-            self.register_parameter("gate_weight", _on_device(gate))
+    def __init__(
+        self, config: TransformerConfig, *args: Any, gate: bool = False, **options: Any
+    ) -> None:
+        super().__init__(config, *args, gate=False, **options)
+        self.gate = whole_linear(config, 1) if gate else None
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """Return the output of this rank's tokens, times the sigmoid of the gate if there is one."""
+        output: Tensor = super().forward(hidden_states)
+        return output if self.gate is None else output * self.gate(hidden_states).sigmoid()
 
 
 def _on_device(made: nn.Parameter) -> nn.Parameter:

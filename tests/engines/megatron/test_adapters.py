@@ -40,6 +40,10 @@ LATENT = LoraConfig(
     targets=["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"],
 )
 """With matrices that are whole on every tensor rank."""
+OF_STATES = LoraConfig(
+    rank=3, alpha=5.0, targets=["in_proj_qkvz", "in_proj_ba", "out_proj", "q_proj"]
+)
+"""Of Gated DeltaNet, and of attention."""
 SOME = LoraConfig(rank=2, alpha=3.0, targets=["down_proj", "k_proj"])
 TP: dict[str, Any] = {"tensor_parallel": 2}
 FULL = {"activation_checkpointing": "full"}
@@ -53,6 +57,7 @@ CASES: dict[int, list[Case]] = {
         ("qwen3_moe", WITH_EXPERTS, {"layers": "transformer_engine"}),
         ("gemma3_text", SOME, {"activation_checkpointing": "selective"}),
         ("glm4", LINEAR, FULL),  # with gate and up in one tensor
+        ("qwen3_next", OF_STATES, FULL),
     ],
     2: [
         ("qwen2", LINEAR, {}),
@@ -65,6 +70,10 @@ CASES: dict[int, list[Case]] = {
         ("qwen3", LINEAR, {"sequence_parallel": 2}),
         ("deepseek_v3", LATENT, TP | FULL),
         ("deepseek_v3", LATENT, {"sequence_parallel": 2}),
+        ("qwen3_next", OF_STATES, TP),
+        ("qwen2_moe", LINEAR, TP | FULL),  # with the gate of the shared expert
+        ("qwen3_next", OF_STATES, {"sequence_parallel": 2}),
+        ("qwen3_5_text", LINEAR, {"sequence_parallel": 2}),  # with four input projections
         ("qwen3_moe", WITH_EXPERTS, {"expert_parallel": 2}),
         ("qwen3_moe", WITH_EXPERTS, TP),
         ("qwen3_moe", WITH_EXPERTS, TP | {"expert_tensor_parallel": 1}),
@@ -176,7 +185,7 @@ def test_every_layout_of_either_engine_loads_what_others_saved(
 @pytest.mark.parametrize(
     ("family", "lora"),
     [
-        ("qwen2_moe", LINEAR),  # whose default layers include the gate of the shared expert
+        ("hunyuan_v1_moe", LINEAR),  # whose default layers include the router
         ("qwen3", LoraConfig(rank=2, alpha=3.0, dora=True)),
         ("qwen3", LoraConfig(rank=2, alpha=3.0, modules_to_save=["lm_head"])),
     ],
