@@ -122,13 +122,12 @@ class PlannedModel:
 
     @cached_property
     def cut(self) -> set[int]:
-        """Sizes that the Megatron engine divides among tensor ranks, without those of experts."""
-        return {
-            weight.width if weight.linear.endswith(_CUT_BY_COLUMNS) else weight.rows
-            for weights in self.layers.values()
-            for weight in weights
-            if weight.shared and not weight.experts
-        }
+        """Sizes that every Megatron-Core divides among tensor ranks, without those of experts."""
+        cut = [w for each in self.layers.values() for w in each if w.shared and not w.experts]
+        sizes = {w.width if w.linear.endswith(_CUT_BY_COLUMNS) else w.rows for w in cut}
+        # 0.16 cannot divide gates, which come with the queries, among ranks that share a key head.
+        is_gated = any(w.linear == "q_proj" and w.rows == 2 * self.shape.query for w in cut)
+        return sizes | {self.shape.key_heads} if is_gated else sizes
 
     @property
     def is_quantized(self) -> bool:

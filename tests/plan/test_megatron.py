@@ -254,12 +254,24 @@ def planner_of(fields, kind):
     return Planner(model_shape(fields, kind), config, METHODS["sft"], parse_devices("8xH100"))
 
 
-def test_no_plan_divides_what_tensor_ranks_cannot():
-    """The expert that every token goes to has 20 columns, which four ranks divide and eight do not."""
-    fields = tiny_config("qwen2_moe", shared_expert_intermediate_size=20, num_attention_heads=8)
+@pytest.mark.parametrize(
+    ("kind", "changes"),
+    [
+        (
+            "qwen2_moe",
+            {"shared_expert_intermediate_size": 20},
+        ),  # columns, of which 8 ranks have no part
+        (
+            "qwen3_5_text",
+            {"num_key_value_heads": 4, "linear_num_key_heads": 8, "linear_num_value_heads": 8},
+        ),  # gated heads
+    ],
+)
+def test_no_plan_divides_what_tensor_ranks_cannot(kind, changes):
+    fields = tiny_config(kind, num_attention_heads=8, **changes).to_dict()
     short = {"data": {"train": ["t.jsonl"], "max_length": 64}}
-    config = RunConfig.model_validate(values_of(fields.to_dict()) | short)
-    shape = model_shape(fields.to_dict(), "megatron")
+    config = RunConfig.model_validate(values_of(fields) | short)
+    shape = model_shape(fields, "megatron")
     plans = Planner(shape, config, METHODS["sft"], parse_devices("8xH100")).all_plans()
     assert {plan.engine.tensor_parallel for plan in plans} == {1, 2, 4}
 
