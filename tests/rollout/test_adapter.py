@@ -77,7 +77,7 @@ def test_fused_products_are_the_modules(lora: LoraConfig, dtype: str) -> None:
     layers = (attention.q_proj, attention.k_proj, attention.v_proj)
     wanted = torch.cat([layer(rows) for layer in layers], 1)
     tolerance = {"fp32": 1e-6, "bf16": 2e-2}[dtype]
-    product = model._model.forward._blocks[1].products[0]
+    product = model._model.forward.blocks[1].products[0]
     product.refresh()
     found = product(rows)
     torch.testing.assert_close(found, wanted, rtol=tolerance, atol=tolerance)
