@@ -87,29 +87,30 @@ PLAYERS = [
     (2, "vllm", "servers"),
 ]
 """Processes, and who takes the model's turns."""
+TALKERS = TESTS / "environments"
+TALKING = {
+    "model": {**RL["model"], "fresh": {**WIDE, "max_position_embeddings": 192}},
+    "data": {**RL["data"], "string_prompts": "user"},
+    "batch": {"prompts": 4, "tokens_per_device": 384},
+    "reward": {"functions": []},
+    "steps": 3,
+}
+"""Settings of a run with conversations."""
+TALKS = {
+    "max_response_length": 120,
+    "stop_token_ids": char_tokenizer().convert_tokens_to_ids([*"abcdefghijklmnopqrstuvwxyz"]),
+    "ahead": 1,
+}
+"""Settings of its rollouts."""
 
 
 def test_conversations_have_the_same_bytes_whoever_takes_the_turns(work: Path) -> None:
     """Trajectories and rewards by turn of an environment in waves; weights too, of as many processes."""
-    talkers = TESTS / "environments" / "talkers.py"
-    letters = char_tokenizer().convert_tokens_to_ids([*"abcdefghijklmnopqrstuvwxyz"])
-    settings = {
-        "model": {**RL["model"], "fresh": {**WIDE, "max_position_embeddings": 192}},
-        "data": {**RL["data"], "string_prompts": "user"},
-        "batch": {"prompts": 4, "tokens_per_device": 384},
-        "reward": {"functions": []},
-        "steps": 3,
-    }
-    how = {
-        "max_response_length": 120,
-        "stop_token_ids": letters,
-        "environment": {"function": f"{talkers}:Capitals"},
-        "ahead": 1,
-    }
+    how = {**TALKS, "environment": {"function": f"{TALKERS}/talkers.py:Capitals"}}
     played = {}
     for world, engine, place in PLAYERS:
         name = f"talks_{world}_{engine}_{place}"
-        config = written(work, name, settings, **how, engine=engine, place=place)
+        config = written(work, name, TALKING, **how, engine=engine, place=place)
         with Servers(work, config, world * (place == "servers")):
             run = done(work, "rl", config, f"name={name}", world=world)
         played[world, engine, place] = [rollouts(run, step) for step in range(1, 4)], digest(run)
@@ -119,6 +120,22 @@ def test_conversations_have_the_same_bytes_whoever_takes_the_turns(work: Path) -
     assert [each for each in noted if each != noted[0]] == []
     for world in (1, 2):
         assert len({weights for player, (_, weights) in played.items() if player[0] == world}) == 1
+
+
+@pytest.mark.parametrize("agent", ["capitals", "forgets"])
+def test_agents_get_the_same_bytes_from_vllm(work: Path, agent: str) -> None:
+    """Agents that ask over HTTP: one goes on in its conversation, one begins a branch."""
+    how = {**TALKS, "environment": {"agent": f"{TALKERS}/callers.py:{agent}"}}
+    played = []
+    for engine, place in (("builtin", "inside"), ("vllm", "child")):
+        name = f"{agent}_{engine}"
+        config = written(work, name, TALKING, **how, engine=engine, place=place)
+        run = done(work, "rl", config, f"name={name}")
+        rows = [rollouts(run, step) for step in range(1, 4)]
+        assert {row["end"] for step in rows for row in step} == {"done"}
+        assert metrics(run)[-1]["environment/branches"] == float(agent == "forgets")
+        played.append((_without_logprobs(rows), digest(run)))
+    assert played[0] == played[1]
 
 
 def _without_logprobs(steps: list[list[dict[str, Any]]]) -> list[list[dict[str, Any]]]:
