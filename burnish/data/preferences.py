@@ -25,7 +25,7 @@ from burnish.data.preference_columns import (
 from burnish.data.sources import Rows
 from burnish.distributed.layout import Layout
 from burnish.errors import UsageError
-from burnish.records import Example
+from burnish.records import Example, TokenIds
 from burnish.tracking.progress import Progress
 
 _SUBSET = "subset"
@@ -89,7 +89,9 @@ class PreferenceDataset(AnswerRows[tuple[Example, ...]]):
         if all(isinstance(value_at(rows[0], name), str) for name in self._used):
             self._notice_raw(self._used[-1])
         self._scan(progress)
-        if self._is_of_answers and len(self) < 2:
+        # A batch of streamed rows joins its own prompts and answers.
+        self._is_joined = self._is_of_answers and not rows.is_streamed
+        if self._is_joined and len(self) < 2:
             raise UsageError(
                 "kto reads each prompt with the answer to another one too",
                 have="1 row",
@@ -118,7 +120,7 @@ class PreferenceDataset(AnswerRows[tuple[Example, ...]]):
     def make(self, indices: Sequence[int]) -> list[tuple[Example, ...]]:
         """Return rows' answers."""
         read = [*indices]
-        if self._is_of_answers:
+        if self._is_joined:
             read += [self._other(index) for index in indices]
         rows = [self.rows[index] for index in read]
         encoded = self._encode(read, rows)
@@ -127,14 +129,10 @@ class PreferenceDataset(AnswerRows[tuple[Example, ...]]):
         for index, row, answers in zip(indices, rows, encoded, strict=False):
             labels = self._labels(index, row)
             items.append([_example(*each) for each in zip(answers, labels, strict=True)])
-        if not self._is_of_answers:
+        if not self._is_joined:
             return [tuple(item) for item in items]
-        others = encoded[len(items) :]
-        matched = (
-            ((own, self._mismatched(own, other)) for own, other in zip(item, others, strict=True))
-            for item, others in zip(items, others, strict=True)
-        )
-        return [tuple(chain.from_iterable(pairs)) for pairs in matched]
+        others = ([_example(each, 0.0) for each in other] for other in encoded[len(items) :])
+        return [joined(item, other, self.limit) for item, other in zip(items, others, strict=True)]
 
     def subsets(self, indices: Sequence[int]) -> list[str]:
         """Return what items' rows have in the column `subset`; "" for nothing."""
@@ -157,15 +155,6 @@ class PreferenceDataset(AnswerRows[tuple[Example, ...]]):
         if self._prompt is not None:
             return prompt_at(row, self._prompt)
         return value_at(row, self._answers[0])[:1]
-
-    def _mismatched(self, own: Example, other: Encoded) -> Example:
-        """Join a prompt and the answer to another one, up to the limit."""
-        ids, mask = other
-        start = int(mask.argmax())
-        before = own.token_ids[: int(own.loss_mask.argmax())]
-        joined = np.concatenate([before, ids[start:]])[: self.limit]
-        trained = np.concatenate([np.zeros(len(before), np.bool_), mask[start:]])[: self.limit]
-        return _example((joined, trained), 0.0)
 
     def _labels(self, index: int, row: Row) -> tuple[float, ...]:
         """Return the label of each answer; of a pair, unless its answers are single ones, twice its margin."""
@@ -255,6 +244,40 @@ class PreferenceDataset(AnswerRows[tuple[Example, ...]]):
                 do="correct the row",
             )
         return chosen[:shared], [chosen[shared:], rejected[shared:]]
+
+
+def joined(
+    item: Sequence[Example], other: Sequence[Example], limit: int | None
+) -> tuple[Example, ...]:
+    """Return an item's answers, after each one its prompt with the answer to another one, up to the limit."""
+    pairs = ((own, _mismatched(own, each, limit)) for own, each in zip(item, other, strict=True))
+    return tuple(chain.from_iterable(pairs))
+
+
+def joined_within(
+    items: Sequence[Sequence[Example]], limit: int | None
+) -> list[tuple[Example, ...]]:
+    """Return `joined` items: each with the nearest one before it, or from the end, that has another prompt."""
+    prompts = [_prompt(item[0]).tobytes() for item in items]
+
+    def other(place: int) -> int:
+        backward = range(place - 1, place - len(items), -1)
+        differing = (near for near in backward if prompts[near] != prompts[place])
+        return next(differing, place - 1)
+
+    return [joined(item, items[other(place)], limit) for place, item in enumerate(items)]
+
+
+def _prompt(answer: Example) -> TokenIds:
+    return answer.token_ids[: int(answer.loss_mask.argmax())]
+
+
+def _mismatched(own: Example, other: Example, limit: int | None) -> Example:
+    before = _prompt(own)
+    start = len(_prompt(other))
+    ids = np.concatenate([before, other.token_ids[start:]])[:limit]
+    trained = np.concatenate([np.zeros(len(before), np.bool_), other.loss_mask[start:]])[:limit]
+    return _example((ids, trained), 0.0)
 
 
 def _example(answer: Encoded, label: float) -> Example:

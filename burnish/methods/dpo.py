@@ -159,12 +159,12 @@ class DPO(PairMethod):
                 want="log-ratios of whole answers, as in its paper",
                 do="remove method.length_normalized",
             )
-        if config.data.streaming:
+        if config.data.streaming and config.batch.examples < 2:
             yield UsageError(
-                "kto reads each prompt with the answer to another one too, and streamed rows come one after the other",
-                have=f"data.streaming: {config.data.streaming}",
-                want="rows that can be read in any order",
-                do="remove data.streaming",
+                "kto reads each prompt with the answer to another one too, of streamed rows one of the same step",
+                have=f"data.streaming: {config.data.streaming}, batch.examples: {config.batch.examples}",
+                want="at least 2 rows a step",
+                do="raise batch.examples, or remove data.streaming",
             )
 
     def functions(self, config: RunConfig) -> Sequence[str]:
@@ -219,6 +219,12 @@ class DPO(PairMethod):
         if not self.settings(models.config).is_of_answers:
             return super().batch(dataset, rows, models, layout)
         items = dataset.items(rows)
+        if models.config.data.streaming:
+            from burnish.data.preferences import joined_within
+            from burnish.data.streaming import Stream
+
+            if isinstance(dataset, Stream):
+                items = joined_within(items, dataset.parts[0].limit)
         answers, mismatched = ([item[part::2] for item in items] for part in (0, 1))
         beside = batch_of(mismatched, models, layout)
         return replace(batch_of(answers, models, layout), beside=beside)
@@ -228,7 +234,8 @@ class DPO(PairMethod):
         from burnish.tracking.stats import Stats
 
         if models.start is not None:
-            batch = models.start_logprobs(batch)
+            beside = batch.beside and models.start_logprobs(batch.beside)
+            batch = replace(models.start_logprobs(batch), beside=beside)
         if batch.beside is None:
             return batch, Stats({})
         return _with_kl(models, batch, batch.beside)

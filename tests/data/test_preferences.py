@@ -11,7 +11,7 @@ from support.runs.training_files import write_rows
 
 from burnish.config.preferences import PairSettings, PreferenceSettings
 from burnish.config.schema import DataConfig
-from burnish.data.preferences import PreferenceDataset
+from burnish.data.preferences import PreferenceDataset, joined_within
 from burnish.data.ranked_rows import RankedRows
 from burnish.data.sources import load_rows
 from burnish.errors import MissingError, UsageError
@@ -76,6 +76,25 @@ def test_a_pair_is_two_answers_and_mismatched_ones_end_at_the_limit(tmp_path: Pa
         ("q:z.", "z.", -1.0),
         ("q:2.", "2.", 0.0),
     ]
+
+
+@pytest.mark.parametrize("column", ["completion", "chosen"])
+def test_the_items_of_a_step_are_joined_as_those_in_memory(tmp_path: Path, column: str) -> None:
+    rows: list[dict[str, Any]] = [
+        {"prompt": prompt, column: "1" * number, "rejected": "x" * number, "label": number % 2}
+        for number, prompt in enumerate(["a:", "b:", "b:", "b:", "c" * 20], start=1)
+    ]
+    for row in rows if column == "completion" else ():
+        del row["rejected"]
+    dataset = read(tmp_path, rows, KTO)
+    items = dataset.items(range(len(dataset)))
+    again = joined_within([item[::2] for item in items], dataset.limit)
+    assert len(items[0]) == (2 if column == "completion" else 4)
+    for wanted, found in zip(items, again, strict=True):
+        for one, other in zip(wanted, found, strict=True):
+            assert one.token_ids.tolist() == other.token_ids.tolist()
+            assert one.loss_mask.tolist() == other.loss_mask.tolist()
+            assert one.labels.tolist() == other.labels.tolist()
 
 
 def labels_of(dataset: PreferenceDataset) -> list[float]:

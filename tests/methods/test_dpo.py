@@ -202,6 +202,20 @@ def test_kto_learns_from_answers(work: Path) -> None:
 
 
 @pytest.mark.nightly
+@pytest.mark.parametrize("world", [1, 2])
+def test_streamed_kto_joins_what_a_step_has(work: Path, world: int) -> None:
+    """A step of all rows joins what rows in memory join."""
+    argv = [*RUN, *KTO, "data.train=[answers.jsonl]", f"batch.examples={len(ANSWERS)}", "steps=2"]
+    argv += ["data.validation=[answers.jsonl]", "data.shuffle=false"]
+    read = done(work, *argv, f"name=kto-read{world}")
+    streamed = done(work, *argv, f"name=kto-streamed{world}", "data.streaming=1", world=world)
+    for found, wanted in zip(metrics(streamed), metrics(read), strict=True):
+        for name in ("train/loss", "train/kl", "val/loss", "val/kl"):
+            assert found.get(name) == pytest.approx(wanted.get(name), abs=1e-5), name
+    near(load_model(streamed, 2), load_model(read, 2), 1e-4)
+
+
+@pytest.mark.nightly
 def test_a_validation_of_kto_writes_its_answers(work: Path, other: Path) -> None:
     """Single answers, with β (r - z) of plain torch and their labels."""
     argv = ["data.train=[answers.jsonl]", "data.validation=[answers.jsonl]", "steps=2"]
@@ -309,7 +323,7 @@ def test_a_killed_run_of_kto_goes_on_to_the_bit(work: Path) -> None:
         (["data.train=[answers.jsonl]"], ["answers.jsonl", "kto"]),
         ([*KTO, "data.train=[unclear.jsonl]"], ["row 1", "'good'", "method.label_column"]),
         (["method.loss={kto: 1, nll: 1}"], ["nll", "kto"]),
-        ([*KTO, "data.streaming=1"], ["kto", "data.streaming"]),
+        ([*KTO, "data.streaming=1", "batch.examples=1"], ["kto", "data.streaming"]),
         pytest.param(
             ["data.train=[ranked.jsonl]", "data.streaming=1"],
             ["ranked", "data.streaming"],
