@@ -289,19 +289,20 @@ def prepare(
     """
     method.check(config, world)
     remarks = list(method.notices(config))
-    values = at_newest_steps(config.model_dump(), config.directory).model_dump()
-    entries = [(section[key], kind) for section, key, kind, _ in hub_entries(values)]
+    frozen = method.frozen
+    values = at_newest_steps(config.model_dump(), config.directory, frozen).model_dump()
+    entries = [(section[key], kind) for section, key, kind, _ in hub_entries(values, frozen)]
     if ids := [text for text, kind in dict.fromkeys(entries) if HubPlace.of(text, kind)]:
         _log.info("looking for %s on the Hugging Face Hub", ", ".join(ids))
-    before = beginning(values, config.directory, config.mirror_url)
+    before = beginning(values, config.directory, config.mirror_url, frozen)
     is_open = values["optim"]["lr"] == "auto"
-    pin(values, before, ask=False)
+    pin(values, before, frozen, ask=False)
     config = method.with_defaults(RunConfig.model_validate(values))
     if is_open and method.trains and config.optim.lr != method.default_lr(config):
         _log.info("optim.lr stays at %g, with which the run began", config.optim.lr)
     values = config.model_dump()
     require_inputs(config, method, run_dir)
-    pin(values, before, ask=place_of(os.environ).layout.world == 1)
+    pin(values, before, frozen, ask=place_of(os.environ).layout.world == 1)
     config = RunConfig.model_validate(values)
     if method.trains:
         if config.mirror_url is not None:

@@ -18,6 +18,7 @@ from burnish.config.constraints import (
     setting_problems,
     settings_among,
 )
+from burnish.config.frozen_models import FrozenModel
 from burnish.config.schema import DataConfig, RunConfig
 from burnish.config.section import Section
 from burnish.errors import BurnishError, UsageError
@@ -165,6 +166,13 @@ class Method(ABC):
             do="add it, or run without a plan",
         )
 
+    def frozen(self, config: RunConfig) -> Iterator[FrozenModel]:
+        """Yield the models that it reads beside the trained one and does not train.
+
+        Each is pinned, copied to this machine, looked for, verified, planned, read by a dry run and named in summary and card.
+        """
+        yield from ()
+
     def functions(self, config: RunConfig) -> Sequence[str]:
         """Return the functions of one's own that its settings name. A run goes on only with the files that it began with."""
         return ()
@@ -175,6 +183,10 @@ class Method(ABC):
 
     def dry_runs_of_models(self, foundation: Any) -> Iterator[Callable[[], object]]:
         """Yield what a dry run reads of further models, given the `Foundation` of the trained one."""
+        yield from ()
+
+    def dry_runs_of_rows(self, foundation: Any) -> Iterator[Callable[[], object]]:
+        """Yield what a dry run looks for in all rows of `data.train`, which lie on this machine."""
         yield from ()
 
     # The run.

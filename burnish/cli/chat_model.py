@@ -51,7 +51,7 @@ class ChatModel:
     def __init__(self, chosen: ChosenModel, layout: Layout, device: torch.device) -> None:
         """Load a model."""
         step = chosen.step
-        local = local_inputs(chosen.config, device, layout, trains=False)[1]
+        local = local_inputs(chosen.config, device, layout)[1]
         foundation = lay_foundation(local, layout, device)
         prove_model(foundation.hf_config, layout, device, generates=True)
         Intact(layout, Progress(True)).require(*foundation.places(fresh=step is None))

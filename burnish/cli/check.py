@@ -26,13 +26,13 @@ def run_check(args: Namespace) -> None:
     config = read_config(args.config, args.overrides)
     method = method_meant_by(config)
     config = method.named(config)
-    config = at_newest_steps(config.model_dump(), config.directory)
+    config = at_newest_steps(config.model_dump(), config.directory, method.frozen)
     method.check(config, args.processes or place_of(os.environ).layout.world)
     require_inputs(config, method)
     if args.processes is None:
         from burnish.methods.layout_check import check_layout
 
-        check_layout(config)
+        check_layout(config, method)
         return
     os.environ.update(_HIDE_ACCELERATORS)
     argv = ["check", *filter(None, [args.config]), *args.overrides]

@@ -90,5 +90,5 @@ def serve_run(args: Namespace) -> None:
     # The run plays the environment. Here nobody needs its rows.
     rollout = config.rollout.model_copy(update={"environment": EnvironmentConfig()})
     config = config.model_copy(update={"rollout": rollout})
-    _, local = local_inputs(config, device, trains=False)
+    _, local = local_inputs(config, device)
     serve_at(lay_foundation(local, Layout(), device), args.host, args.port)

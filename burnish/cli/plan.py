@@ -235,10 +235,9 @@ def _phases(plan: Plan) -> Iterator[str]:
     usable = plan.devices.usable
     rows = [("phase", "memory", f"{'compute':>12}  time")]
     for phase, parts in plan.phases.items():
-        time = (
-            f"{_operations(plan.operations.get(phase, 0.0)):>12}  {_duration(plan.seconds[phase])}"
-        )
-        rows.append((phase, bytes_text(plan.total(phase)), time))
+        count = _operations(plan.operations.get(phase, 0.0))
+        time = "once" if phase == "start" else _duration(plan.seconds[phase])
+        rows.append((phase, bytes_text(plan.total(phase)), f"{count:>12}  {time}"))
         for name, size in sorted(parts.items(), key=lambda item: -item[1]):
             if size >= plan.total(phase) / 1000:
                 bar = "█" * max(1, round(min(size / usable, 1.0) * _BAR))

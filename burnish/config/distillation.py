@@ -48,11 +48,6 @@ class DistillConfig(Section):
     weight: float = Field(1.0, gt=0)
     """RL: weight of the teacher beside the rewards. SFT: share of the divergence in the loss, at most 1; the rest is the negative log-likelihood."""
 
-    @property
-    def paths(self) -> list[str]:
-        """Where the weights of teachers lie that are not the trained model itself."""
-        return [each.path for each in self.teachers if each.url is None and not each.is_start]
-
     def __str__(self) -> str:
         kinds = {"sampled": "sampled tokens", "topk": f"top {self.k} tokens", "all": "all tokens"}
         mix = "" if self.tokens == "sampled" else f", mix {self.mix:g}"

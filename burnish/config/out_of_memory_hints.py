@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from burnish.config.frozen_models import FrozenModel
 from burnish.config.schema import MOST_SLOTS, RunConfig
 
+HEADS = "kept output layers"
+"""The planner's name of output layers of teachers that each device holds whole."""
 _STATE = ("optimizer", "weights", "gradients")
 
 
@@ -14,12 +17,14 @@ def remedies(
     generates: bool,
     phase: str,
     parts: Sequence[str] = (),
+    beside: Sequence[FrozenModel] = (),
     *,
     on_cpu: bool,
 ) -> list[str]:
     """Return settings that need less memory in a phase of a step, the most helpful first.
 
-    `generates`: whether the method draws completions. `parts` are the planner's names, the largest first. `on_cpu`: host memory is all there is.
+    `generates`: whether the method draws completions. `parts` are the planner's names, the largest first. `beside` are the frozen
+    models. `on_cpu`: host memory is all there is.
     """
     engine = config.engine
     rollout = config.rollout
@@ -46,6 +51,7 @@ def remedies(
     stages = f"engine.pipeline_parallel={2 * engine.pipeline_parallel}"
     budget = f"batch.tokens_per_device={max(2, config.batch.tokens_per_device // 2)}"
     cache = ("kv cache", "activations", "logits")
+    held = [each for each in beside if each.phase != "start"]
     is_auto = rollout.slots == "auto"  # the planner then takes as many slots as fit
     slots = MOST_SLOTS if rollout.slots == "auto" else rollout.slots
     table: list[tuple[bool, tuple[str, ...], str]] = [  # whether it helps, which parts, the setting
@@ -68,16 +74,7 @@ def remedies(
         (computes, ("activations", "logits"), budget),
         (on_cpu and offloads, ("host",), "no offloading, which saves nothing on a CPU"),
         (on_device, ("optimizer", "critic"), "engine.optimizer_offload=true"),
-        (
-            generates and bool(config.reward.models),
-            ("reward models",),
-            "a smaller model in reward.models",
-        ),
-        (
-            bool(config.distill.paths),
-            ("teachers", "teachers' heads"),
-            "a smaller model in distill.teachers",
-        ),
+        *((True, (each.role, HEADS), f"a smaller model in {each.setting}") for each in held),
         (generates and config.algorithm.kl.coef > 0, ("reference",), "algorithm.kl.coef=0"),
         (engine.replicas > 1, _STATE, "engine.replicas=1"),
         (not torch, _STATE, stages),

@@ -73,11 +73,11 @@ class PreferenceSettings(PairLossSettings, PairSettings):
     undesirable_weight: float = Field(1.0, gt=0)
     """The weight of the others: kto."""
     reference: str = "initial"
-    """The policy that the model stays near. initial: the model that training starts from; with a fresh adapter, the model without it. Or the directory of another model with the same vocabulary. none: for losses that take none, such as simpo and orpo. Its log-probs are computed once, before training."""
+    """The policy that the model stays near. initial: the model that training starts from; with a fresh adapter, the model without it. Or another model with the same vocabulary: a directory, a hub's id or a URL. none: for losses that take none, such as simpo and orpo. Its log-probs are computed once, before training."""
 
     @property
     def reference_path(self) -> str | None:
-        """The directory of a reference of one's own."""
+        """The place of a reference of one's own."""
         return None if self.reference in ("initial", "none") else self.reference
 
     @property

@@ -33,6 +33,8 @@ ANSWER_COLUMNS = ("answer", "ground_truth", "reward_model.ground_truth", "soluti
 """Usual names of the ground truth; a dot goes into a nested column."""
 SYSTEM_COLUMNS = ("system", "system_prompt", "system_message")
 """Columns of a row's own system message (LLaMA-Factory, OpenOrca)."""
+SOURCE_COLUMN = "data_source"
+"""The name of the data set that a row is from (verl)."""
 HISTORY_COLUMN = "history"
 """Earlier questions and answers of an Alpaca row (LLaMA-Factory)."""
 _CONTEXT_COLUMNS = (

@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from burnish.config.schema import DataConfig
 from burnish.data.chat import Conversation
 from burnish.data.columns import (
+    SOURCE_COLUMN,
     Row,
     example_format,
     prompt_at,
@@ -144,7 +145,7 @@ class ExampleDataset(AnswerRows[Example]):
         rows = [self.rows[index] for index in indices]
         encoded = self._encode(indices, rows)
         self._warn_streamed()
-        sources = [str(row.get("data_source") or "") for row in rows]
+        sources = [str(row.get(SOURCE_COLUMN) or "") for row in rows]
         return [
             Example(token_ids=ids, loss_mask=mask, weights=weights, source=source)
             for source, (ids, mask, weights) in zip(sources, encoded, strict=True)

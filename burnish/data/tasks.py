@@ -24,6 +24,7 @@ from burnish.data.chat import ChatEncoder
 from burnish.data.columns import (
     ANSWER_COLUMNS,
     READERS,
+    SOURCE_COLUMN,
     Row,
     answer_column,
     beside,
@@ -356,7 +357,7 @@ class PromptDataset(RowDataset[Prompt]):
                 text=text,
                 messages=messages,
                 answer=self._answer_of(row, index),
-                source=str(row.get("data_source") or ""),
+                source=str(row.get(SOURCE_COLUMN) or ""),
                 columns=row,
             )
             for index, row, (text, messages, ids) in encoded

@@ -10,12 +10,12 @@ from burnish.config.schema import EngineConfig, ModelConfig, RunConfig
 from burnish.distributed.accelerators import Accelerator
 from burnish.distributed.layout import Layout
 from burnish.errors import BurnishError, of_setting
-from burnish.families import ModelShape
 from burnish.files.safetensors import ADAPTER_CONFIG
 from burnish.method import Method
 from burnish.models.lora.adapter_config import with_adapter
 from burnish.plan.devices import Devices, devices_here
 from burnish.plan.layout_search import Planner
+from burnish.plan.model import PlannedBeside
 from burnish.plan.shapes import model_shape
 from burnish.runs.hub_revisions import at_newest_steps
 from burnish.runs.preflight import model_fields, small_file
@@ -79,7 +79,7 @@ def planner_of(
     config: RunConfig, method: Method, devices: Devices, row_tokens: int | None = None
 ) -> Planner:
     """Make the planner of a configuration, for rows of so many tokens or as long as allowed. Raises `UsageError` for a model that it does not know."""
-    config = at_newest_steps(config.model_dump(), config.directory)
+    config = at_newest_steps(config.model_dump(), config.directory, method.frozen)
     if (adapter := config.model.lora.path) is not None:
         with of_setting("model.lora.path"):
             model = with_adapter(config.model, small_file(adapter, ADAPTER_CONFIG))
@@ -88,27 +88,20 @@ def planner_of(
         precision = "fp32" if devices.cpu else "bf16"
         engine = config.engine.model_copy(update={"precision": precision})
         config = config.model_copy(update={"engine": engine})
-
-    def shape_of(model: ModelConfig) -> ModelShape:
-        return model_shape(model_fields(model), config.engine.kind)
-
-    judges = config.reward.models if method.generates else ()
-    with of_setting("reward.models"):
-        shapes = [shape_of(ModelConfig(path=judge.path)) for judge in judges]
-    with of_setting("distill.teachers"):
-        teachers = [
-            shape_of(ModelConfig(path=path))
-            for path in config.distill.paths
-            if "distill" not in method.unread
-        ]
+    beside = []
+    for each in method.frozen(config):
+        if each.gives == "weights":  # of a model that is planned as a trained one
+            continue
+        with of_setting(each.setting):
+            fields = model_fields(ModelConfig(path=each.path))
+            beside.append(PlannedBeside.of(each, model_shape(fields, config.engine.kind)))
     fields = model_fields(config.model)
     return Planner(
         model_shape(fields, config.engine.kind),
         config,
         method,
         devices,
-        shapes,
-        teachers=teachers,
+        beside,
         positions=fields.get("max_position_embeddings") or None,
         row_tokens=row_tokens,
     )

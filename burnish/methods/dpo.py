@@ -5,13 +5,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+from burnish.config.frozen_models import FrozenModel
 from burnish.config.preferences import PairLossSettings, PreferenceSettings
 from burnish.config.schema import RunConfig
-from burnish.errors import BurnishError, MissingError, UsageError, count_text
+from burnish.errors import BurnishError, UsageError, count_text
 from burnish.extend import ANSWER_LOSSES, PREFERENCE_LOSSES
 from burnish.functions import did_you_mean
 from burnish.methods.pairs import PairMethod
@@ -108,7 +107,13 @@ class DPO(PairMethod):
         kind = ""
         if settings.is_of_answers:  # with mismatched ones, which end at the limit
             kind = f"kto {foundation.config.data.max_length} {foundation.config.microbatch_tokens}"
-        return referenced(items, rows, foundation, session, settings.reference_path, kind)
+        own = next(self.frozen(foundation.config), None)
+        return referenced(items, rows, foundation, session, own, kind)
+
+    def frozen(self, config: RunConfig) -> Iterator[FrozenModel]:
+        """See `Method.frozen`: a reference of one's own, whose log-probs are computed before training."""
+        if (path := self.settings(config).reference_path) is not None:
+            yield FrozenModel(path, "method.reference", "reference", "log-probs", "start")
 
     def problems(self, config: RunConfig) -> Iterator[BurnishError]:
         """See `Method.problems`."""
@@ -116,33 +121,15 @@ class DPO(PairMethod):
         settings = self.settings(config)
         known = {**PREFERENCE_LOSSES, **ANSWER_LOSSES}
         yield from loss_problems(settings.loss, known, settings.reference)
-        if settings.reference_path is not None:
-            yield from self._problems_of_path(config, settings.reference_path)
-        if settings.is_of_answers:
-            yield from self._problems_of_answers(config)
-
-    def _problems_of_path(self, config: RunConfig, path: str) -> Iterator[BurnishError]:
-        if not Path(path).expanduser().is_dir():
-            yield MissingError(
-                f"method.reference: there is no directory {path}",
-                want="initial, none, or the directory of a model on this machine",
-                do="correct method.reference; download a model of the hub first",
-            )
-        if config.data.streaming:
+        if settings.reference_path is not None and config.data.streaming:
             yield UsageError(
                 "the log-probs of a reference of one's own are computed before training, and streamed rows are read during it",
-                have=f"data.streaming: {config.data.streaming}, method.reference: {path}",
+                have=f"data.streaming: {config.data.streaming}, method.reference: {settings.reference}",
                 want="rows that are read before, or method.reference: initial",
                 do="remove one of the two",
             )
-
-    def dry_runs_of_models(self, foundation: Foundation) -> Iterator[Callable[[], object]]:
-        """See `Method.dry_runs_of_models`."""
-        from burnish.methods.parts.references import reference_foundation
-
-        path = self.settings(foundation.config).reference_path
-        if path is not None:
-            yield partial(reference_foundation, foundation, path)
+        if settings.is_of_answers:
+            yield from self._problems_of_answers(config)
 
     def _problems_of_answers(self, config: RunConfig) -> Iterator[BurnishError]:
         settings = self.settings(config)

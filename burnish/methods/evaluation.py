@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from burnish.config.constraints import endpoint_problems, model_problems, sampling_problems
+from burnish.config.frozen_models import FrozenModel, reward_models
 from burnish.config.schema import RunConfig
 from burnish.config.section import Section
 from burnish.errors import BurnishError
 from burnish.method import Method
-from burnish.methods.rl import dry_runs_of_judges
 
 if TYPE_CHECKING:
     import torch
@@ -91,9 +91,9 @@ class Evaluation(Method):
             return method.dataset(foundation, paths, setting, first=first, progress=progress)
         return prompt_dataset(foundation, paths, setting, first, pool, progress)
 
-    def dry_runs(self, config: RunConfig) -> Iterator[Callable[[], object]]:
-        """See `Method.dry_runs`."""
-        yield from dry_runs_of_judges(config)
+    def frozen(self, config: RunConfig) -> Iterator[FrozenModel]:
+        """See `Method.frozen`."""
+        yield from reward_models(config)
 
     def run(
         self, config: RunConfig, layout: Layout, device: torch.device, run_dir: Path | None = None
@@ -101,7 +101,7 @@ class Evaluation(Method):
         """See `Method.run`."""
         from burnish.methods.parts.validation import evaluate
 
-        return evaluate(config, layout, device, run_dir, method_of_examples)
+        return evaluate(self, config, layout, device, run_dir, method_of_examples)
 
 
 def method_of_examples(*, judges: bool) -> OfflineMethod:

@@ -14,16 +14,17 @@ from burnish.check.plain_model import Difference
 from burnish.config.schema import RunConfig
 from burnish.distributed.layout import Layout
 from burnish.distributed.processes import launch
+from burnish.method import Method
 from burnish.methods.parts.critic import critic_foundation
 from burnish.runs.download_inputs import local_inputs
 from burnish.runs.setup import Foundation, lay_foundation
 
 
-def check_layout(config: RunConfig) -> None:
-    """Compare and print the distances. Raises `BurnishError` naming the first tensor that differs."""
+def check_layout(config: RunConfig, method: Method) -> None:
+    """Compare the models that a method trains, and print the distances. Raises `BurnishError` naming the first tensor that differs."""
 
     def run(layout: Layout, device: torch.device) -> None:
-        policy = lay_foundation(local_inputs(config, device, layout)[1])
+        policy = lay_foundation(local_inputs(config, device, layout, method=method)[1])
         for name, foundation in checked_models(policy).items():
             differences = compare_model(foundation, layout, device)
             if layout.is_main:

@@ -14,6 +14,7 @@ from burnish.config.constraints import (
     rollout_problems,
     training_problems,
 )
+from burnish.config.frozen_models import FrozenModel, critic_start, reward_models, teachers
 from burnish.config.schema import RunConfig
 from burnish.errors import BurnishError
 from burnish.files.hub import is_elsewhere
@@ -26,8 +27,10 @@ if TYPE_CHECKING:
     from burnish.distributed.layout import Layout
     from burnish.engines.base import LossFn
     from burnish.plan.model import Workload
+    from burnish.records import Batch
     from burnish.records.rollout_table import RolloutTable
     from burnish.rewards.pool import RewardPool
+    from burnish.runs.frozen_engines import LoadedModel
     from burnish.runs.setup import Foundation, TextFoundation
     from burnish.tracking.progress import Progress
 
@@ -109,7 +112,13 @@ class RL(Method):
 
         yield partial(load_policy_loss, config.algorithm)
         yield partial(load_advantage, config.algorithm.advantage)
-        yield from dry_runs_of_judges(config)
+
+    def frozen(self, config: RunConfig) -> Iterator[FrozenModel]:
+        """See `Method.frozen`."""
+        if config.algorithm.advantage.name == "gae":
+            yield from critic_start(config)
+        yield from reward_models(config)
+        yield from teachers(config)
 
     def dry_runs_of_models(self, foundation: Foundation) -> Iterator[Callable[[], object]]:
         """See `Method.dry_runs_of_models`."""
@@ -156,6 +165,17 @@ class RL(Method):
         """
         return groups
 
+    def prepare(self, config: RunConfig, batch: Batch, beside: Mapping[str, LoadedModel]) -> Batch:
+        """Complete a batch before its update; `beside` has the models of `frozen` by setting. Collective."""
+        return batch
+
+    def dry_runs_of_rows(self, foundation: Foundation) -> Iterator[Callable[[], object]]:
+        """See `Method.dry_runs_of_rows`."""
+        if foundation.config.distill.teachers:
+            from burnish.methods.parts.distillation import require_sources
+
+            yield partial(require_sources, foundation)
+
     def loss(self, config: RunConfig) -> LossFn:
         """Return the loss of a micro-batch."""
         from burnish.algorithms.loss import policy_loss_fn
@@ -179,16 +199,3 @@ class RL(Method):
 
         train(self, config, layout, device)
         return {}
-
-
-def dry_runs_of_judges(config: RunConfig) -> Iterator[Callable[[], object]]:
-    """Yield what reads the reward models that lie on this machine."""
-    here = [judge for judge in config.reward.models if not is_elsewhere(judge.path)]
-    if here:
-        import torch
-
-        from burnish.distributed.layout import Layout
-        from burnish.methods.parts.judges import read_judge
-
-        for judge in here:
-            yield partial(read_judge, judge, config.seed, Layout(), torch.device("cpu"))

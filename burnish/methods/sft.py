@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import Field
 
+from burnish.config.frozen_models import FrozenModel, teachers
 from burnish.config.schema import RunConfig
 from burnish.config.section import Section
 from burnish.errors import BurnishError, UsageError
@@ -120,17 +121,31 @@ class SFT(OfflineMethod):
         if config.distill.teachers:
             yield "teacher", str(config.distill)
 
+    def frozen(self, config: RunConfig) -> Iterator[FrozenModel]:
+        """See `Method.frozen`."""
+        yield from teachers(config)
+
     def workload(self, config: RunConfig) -> Workload:
         """See `Method.workload`."""
-        return super().workload(config).taught(config.distill)
+        work = super().workload(config)
+        if self.settings(config).label_smoothing:
+            work = replace(work, compares="uniform")
+        return work.taught(config.distill)
 
     def dry_runs_of_models(self, foundation: Foundation) -> Iterator[Callable[[], object]]:
         """See `Method.dry_runs_of_models`."""
         yield from super().dry_runs_of_models(foundation)
-        if foundation.config.distill.paths:
+        if foundation.config.distill.teachers:
             from burnish.methods.parts.distillation import dry_runs_of_teachers
 
             yield from dry_runs_of_teachers(foundation)
+
+    def dry_runs_of_rows(self, foundation: Foundation) -> Iterator[Callable[[], object]]:
+        """See `Method.dry_runs_of_rows`."""
+        if foundation.config.distill.teachers:
+            from burnish.methods.parts.distillation import require_sources
+
+            yield partial(require_sources, foundation)
 
     def loss(self, config: RunConfig) -> LossFn:
         """See `OfflineMethod.loss`."""

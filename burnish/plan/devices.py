@@ -26,6 +26,7 @@ from burnish.models.flops import Passed
 from burnish.plan.model import (
     ASSUMED_PROMPT,
     FP32,
+    PlannedBeside,
     PlannedModel,
     Workload,
     product_bytes,
@@ -190,10 +191,8 @@ class Clock:
     model: PlannedModel
     work: Workload
     devices: Devices
-    judges: Sequence[PlannedModel] = ()
-    """The models of `reward.models`."""
-    teachers: Sequence[PlannedModel] = ()
-    """The models of `distill.teachers`."""
+    beside: Sequence[PlannedBeside] = ()
+    """The frozen models beside it."""
 
     def operations(self, engine: EngineConfig) -> dict[str, float]:
         """Return floating-point operations by phase."""
@@ -202,11 +201,12 @@ class Clock:
         by_phase = dict[str, float]()
         if work.slots:
             by_phase["rollout"] = self._generated() + self._local_sequences(engine) * self._judged
-        taught = self._local_sequences(engine) * self._forward_of(self.teachers)
+        taught = self._local_sequences(engine) * (self._forward_in("log-probs") + self._ranked)
         if scored := (work.scorings + work.has_critic) * forward + taught:
             by_phase["log-probs"] = scored
         critic = self._passes(engine, critic=True) if work.has_critic else 0.0
-        by_phase["update"] = work.epochs * (self._passes(engine) + critic) * forward
+        passes = (self._passes(engine) + critic) * forward
+        by_phase["update"] = work.epochs * (passes + self._local_sequences(engine) * self._compared)
         return by_phase
 
     def seconds(
@@ -268,10 +268,34 @@ class Clock:
 
     @cached_property
     def _judged(self) -> float:
-        return self._forward_of(self.judges)
+        return self._forward_in("rollout")
 
-    def _forward_of(self, models: Sequence[PlannedModel]) -> float:
+    def _forward_in(self, phase: str) -> float:
+        models = [each.model for each in self.beside if each.said.phase == phase]
         return sum(model.flops.forward([self.work.length]) for model in models)
+
+    @cached_property
+    def _teachers(self) -> list[PlannedModel]:
+        """Those whose distributions are compared."""
+        own = [self.model] if self.work.start_teaches else []
+        return [*own, *(each.model for each in self.beside if each.said.phase == "log-probs")]
+
+    @property
+    def _ranked(self) -> float:
+        """Operations to find teachers' most probable tokens in a sequence: their output layers once more."""
+        if self.work.compares != "topk":
+            return 0.0
+        return self.work.trained * sum(each.flops.head for each in self._teachers)
+
+    @property
+    def _compared(self) -> float:
+        """Operations of an update to compare the distributions of a sequence: the output layer in both passes again, and teachers' whole ones in each."""
+        if not self.work.compares:
+            return 0.0
+        heads = (3.0 if self.model.trains_head else 2.0) * self.model.flops.head
+        if self.work.compares == "all":
+            heads += 2.0 * sum(each.flops.head for each in self._teachers)
+        return self.work.trained * heads
 
     @property
     def _speed(self) -> float:
@@ -293,7 +317,8 @@ class Clock:
             moved += reductions * self._travel(FP32 * trained, shards)
             if engine.replicas > 1:
                 moved += updates * self._travel(2 * FP32 * trained / shards, self.devices.count)
-        arithmetic = passes * self._local_sequences(engine) * self._sequence / self._speed
+        sequence = passes * self._sequence + (0 if critic else self._compared)
+        arithmetic = self._local_sequences(engine) * sequence / self._speed
         again = _RECOMPUTED[engine.activation_checkpointing] + counts
         exchanged = self._exchanged(engine, 3 + again)
         if engine.expert_parallel > 1:  # to the experts and back

@@ -17,7 +17,7 @@ from burnish.families import ModelShape
 from burnish.plan.devices import PER_MACHINE, Clock, Devices
 from burnish.plan.megatron_memory import MegatronNeeds
 from burnish.plan.memory import Needs, Parts, total_of
-from burnish.plan.model import PlannedModel, Workload, shards_of
+from burnish.plan.model import PlannedBeside, PlannedModel, Workload, shards_of
 
 _CHECKPOINTING = get_args(EngineConfig.model_fields["activation_checkpointing"].annotation)
 _VIRTUAL_STAGES = (1, 2, 4)
@@ -109,19 +109,18 @@ class PlannedMethod(Protocol):
 class Planner:
     """The plans of one configuration on some devices."""
 
-    def __init__(  # noqa: PLR0913
+    def __init__(
         self,
         shape: ModelShape,
         config: RunConfig,
         method: PlannedMethod,
         devices: Devices,
-        judges: Sequence[ModelShape] = (),
+        beside: Sequence[PlannedBeside] = (),
         *,
-        teachers: Sequence[ModelShape] = (),
         positions: int | None = None,
         row_tokens: int | None = None,
     ) -> None:
-        """Take the shapes of the policy, of `reward.models` and of `distill.teachers`. Sequences have at most `positions` tokens, and rows `row_tokens` if that is known.
+        """Take the shape of the policy, and the frozen models `beside` it. Sequences have at most `positions` tokens, and rows `row_tokens` if that is known.
 
         Raises `UsageError` for a model that the engine does not compute, `IncompatibleError` for an adapter of missing layers.
         """
@@ -139,13 +138,12 @@ class Planner:
         work = work.within(positions)
         self.work = replace(work, saves_in_background=config.checkpoint.background)
         """The sequences of a step."""
-        self._judges = [PlannedModel(judge, scores_values=True) for judge in judges]
-        self._teachers = [PlannedModel(teacher) for teacher in teachers]
+        self._beside = beside
         self._config = config
         self._method = method
         self.devices = devices
         """What the run is planned for."""
-        self._clock = Clock(self.model, self.work, devices, self._judges, self._teachers)
+        self._clock = Clock(self.model, self.work, devices, beside)
 
     def as_configured(self) -> tuple[Plan | None, BurnishError | None]:
         """Return the present settings' plan, and why it cannot run or does not fit."""
@@ -173,7 +171,9 @@ class Planner:
         last = [name for name, size in parts if name == "generator" and size <= usable]
         names = [name for name, _ in parts if name not in last]
         on_cpu = self.devices.cpu
-        helpful = remedies(settings, self._method.generates, plan.fullest, names, on_cpu=on_cpu)
+        generates = self._method.generates
+        beside = [each.said for each in self._beside]
+        helpful = remedies(settings, generates, plan.fullest, names, beside, on_cpu=on_cpu)
         return UsageError(
             f"this run does not fit on {plan.devices}",
             have=f"{bytes_text(plan.need)} in {plan.fullest} ({most})",
@@ -194,7 +194,7 @@ class Planner:
     def _indivisible(self, engine: EngineConfig) -> Iterator[UsageError]:
         """Yield an error for every setting that cannot divide the policy or a model beside it."""
         plain = engine.model_copy(update={"expert_parallel": 1, "expert_tensor_parallel": None})
-        beside = [(each.shape, plain) for each in (*self._judges, *self._teachers)]
+        beside = [(each.model.shape, plain) for each in self._beside]
         for shape, settings in ((self.model.shape, engine), *beside):
             tensor = 1 if engine.kind == "megatron" else engine.tensor_parallel
             if tensor > 1 and not shape.family.cuts_heads:
@@ -252,8 +252,7 @@ class Planner:
     def _plans(self, engine: EngineConfig, kinds: Sequence[str]) -> Iterator[Plan]:
         of_engine = MegatronNeeds if engine.kind == "megatron" else Needs
         optim = self._config.optim
-        beside = {"judges": self._judges, "teachers": self._teachers}
-        needs = of_engine(self.model, self.work, self.devices, engine, optim, **beside)
+        needs = of_engine(self.model, self.work, self.devices, engine, optim, beside=self._beside)
         for kind in kinds:
             candidate = engine.model_copy(update={"activation_checkpointing": kind})
             host = {} if self.devices.cpu else needs.host(kind)

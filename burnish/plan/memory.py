@@ -10,11 +10,13 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 
+from burnish.config.out_of_memory_hints import HEADS
 from burnish.config.schema import EngineConfig, LoraConfig, OptimConfig
 from burnish.families import LayerShape
 from burnish.plan.devices import Devices
 from burnish.plan.model import (
     FP32,
+    PlannedBeside,
     PlannedModel,
     TokenBytes,
     Weight,
@@ -35,6 +37,8 @@ _MUON_WAVE = 64 * _MIB
 _OPTIMIZER_WAVE = 256 * _MIB
 # Rows of the output layer whose gradient is summed at one time.
 _SUMMED_ROWS = 2048
+# Tensors in fp32 of a chunk's size while distributions are compared, in a chunk of as many times fewer rows.
+_COMPARED_COPIES = 4
 # Bytes of logits that a CPU converts to fp32 at one time.
 _CPU_LOGITS = 2 * _MIB
 # Elements of a weight that an adapter is merged into at one time.
@@ -58,10 +62,9 @@ class Needs:
         engine: EngineConfig,
         optim: OptimConfig,
         *,
-        judges: Sequence[PlannedModel] = (),
-        teachers: Sequence[PlannedModel] = (),
+        beside: Sequence[PlannedBeside] = (),
     ) -> None:
-        """Take the trained model and those of `reward.models` and `distill.teachers`."""
+        """Take the trained model and the frozen ones beside it."""
         self._model = model
         self._work = work
         self._devices = devices
@@ -88,8 +91,7 @@ class Needs:
             lora = LoraConfig(rank=work.critic_rank, targets=targets) if work.critic_rank else None
             critic = PlannedModel(model.shape, lora, scores_values=True)
             self._critic = self._needs_of(critic)
-        self._judges = [self._needs_of(judge) for judge in judges]
-        self._teachers = [self._needs_of(teacher) for teacher in teachers]
+        self._beside = [(each.said, self._needs_of(each.model)) for each in beside]
 
     def _needs_of(self, model: PlannedModel) -> Needs:
         return type(self)(model, self._work.alone, self._devices, self._engine, self._optim)
@@ -110,13 +112,25 @@ class Needs:
     @cached_property
     def _before(self) -> dict[str, Parts]:
         by_phase = dict[str, Parts]()
+        first = [(said, needs) for said, needs in self._beside if said.phase == "start"]
+        if first:
+            moments = [
+                {said.role: needs._of_frozen} | parts
+                for said, needs in first
+                for parts in needs._scorings()
+            ]
+            by_phase["start"] = max(moments, key=total_of)
         if self._work.slots:
             by_phase["rollout"] = self._while_generating | max(self._rollouts(), key=total_of)
-        scorers = [self if self._work.scorings else self._critic, *self._teachers]
+        scorers = [self if self._work.scorings else self._critic, *self._frozen_in("log-probs")]
         scored = [parts for scorer in scorers if scorer for parts in scorer._scorings()]
         if scored:
             by_phase["log-probs"] = self._during_update | max(scored, key=total_of)
         return by_phase
+
+    def _frozen_in(self, phase: str) -> list[Needs]:
+        """Return the frozen models that compute in a phase."""
+        return [needs for said, needs in self._beside if said.phase == phase]
 
     @cached_property
     def _after(self) -> dict[str, Parts]:
@@ -248,13 +262,15 @@ class Needs:
             model = self._model
             copies = model.elements + self._ordered + model.published_adapter
             parts["generator"] = self._width * copies / self._work.generator_ranks
-        if self._work.keeps_heads:
-            shapes = [each._model.shape for each in self._teachers or [self]]
-            heads = sum(shape.vocabulary * shape.hidden for shape in shapes)
-            parts["teachers' heads"] = self._width * heads / self._tensor
-        for name, models in {"reward models": self._judges, "teachers": self._teachers}.items():
-            if models:
-                parts[name] = sum(each._of_frozen + each._left_gathered for each in models)
+        if self._work.compares == "all":
+            own = [self] if self._work.start_teaches else []
+            shapes = [each._model.shape for each in (*own, *self._frozen_in("log-probs"))]
+            kept = sum(shape.vocabulary * shape.hidden for shape in shapes)
+            parts[HEADS] = self._width * kept / self._tensor
+        for said, needs in self._beside:
+            if said.phase != "start":
+                size = needs._of_frozen + needs._left_gathered
+                parts[said.role] = parts.get(said.role, 0.0) + size
         return parts
 
     @property
@@ -281,7 +297,9 @@ class Needs:
     def _while_generating(self) -> Parts:
         if not self._engine.offload_during_rollout:
             return self._lasting
-        return {n: size for n, size in self._lasting.items() if n in ("generator", "reward models")}
+        judges = (said.role for said, _ in self._beside if said.phase == "rollout")
+        kept = {"generator", *judges}
+        return {name: size for name, size in self._lasting.items() if name in kept}
 
     @property
     def _ordered(self) -> int:
@@ -345,7 +363,7 @@ class Needs:
 
     def _rollouts(self) -> Iterator[Parts]:
         yield self._generating(self.slots)
-        for judge in self._judges:
+        for judge in self._frozen_in("rollout"):
             for parts in judge._scorings():
                 yield parts | {"gathered": max(0.0, parts["gathered"] - judge._left_gathered)}
 
@@ -473,6 +491,19 @@ class Needs:
         return self._head * self._model.trains_head
 
     @property
+    def _compared(self) -> float:
+        """Bytes of the second pass over the output layer: fp32 copies of a smaller chunk, and its gradient beside the first pass's."""
+        if not self._work.compares:
+            return 0.0
+        words = self._model.outputs / self._tensor
+        rows = max(1, self._engine.logprob_rows(self._model.shape.vocabulary) // _COMPARED_COPIES)
+        copies = _COMPARED_COPIES * FP32 * min(rows, self._scored) * words
+        head = words * self._model.shape.hidden * self._model.trains_head
+        own = FP32 * head + (self._width * head if self._width != FP32 else 0.0)
+        # The backward pass of the comparison comes first. Its gradient waits for that of the log-probs.
+        return max(copies + own, self._head_gradient + self._logits[1])
+
+    @property
     def _head_gradient(self) -> float:
         """Bytes of the output layer's gradient: unreduced, or reduced beside what it was exchanged in."""
         if self._head:
@@ -508,9 +539,8 @@ class Needs:
         ended = max(saved.values()) if offloads else self._sum(saved)
         last = self._tokens * self._hidden + 4 * self._scored * self._hidden
         at_head = root + self._head + between
-        yield self._moment(
-            at_head, activations=ended + last, logits=max(self._logits), gradients=earlier
-        )
+        logits = max(*self._logits, self._compared)
+        yield self._moment(at_head, activations=ended + last, logits=logits, gradients=earlier)
         for kind, token in self._tokens_of.items():
             others = (
                 max(saved.values()) * (depth > 1) if offloads else self._sum(saved) - saved[kind]

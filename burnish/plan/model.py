@@ -7,10 +7,11 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import NamedTuple, Self
+from typing import Literal, NamedTuple, Self
 
 from burnish.config.algorithm import AlgorithmConfig
 from burnish.config.distillation import DistillConfig
+from burnish.config.frozen_models import FrozenModel
 from burnish.config.schema import (
     MOST_SLOTS,
     BatchConfig,
@@ -298,6 +299,19 @@ def _active(layer: LayerShape, weights: Iterable[Weight]) -> int:
     return others + experts * layer.experts_per_token // max(layer.experts, 1)
 
 
+class PlannedBeside(NamedTuple):
+    """A frozen model beside the trained one."""
+
+    said: FrozenModel
+    """What the method says of it."""
+    model: PlannedModel
+
+    @classmethod
+    def of(cls, said: FrozenModel, shape: ModelShape) -> Self:
+        """Make it from the sizes of its config.json."""
+        return cls(said, PlannedModel(shape, scores_values=said.gives == "scores"))
+
+
 class TokenBytes(NamedTuple):
     """Bytes of a token in a layer, by checkpointing."""
 
@@ -457,8 +471,10 @@ class Workload:
     """Whether a second model learns values."""
     critic_rank: int = 0
     """The rank of the adapter that this model trains; 0: it is trained whole."""
-    keeps_heads: bool = False
-    """Whether each device holds teachers' whole output layers, for the divergence over the vocabulary."""
+    compares: Literal["", "uniform", "topk", "all"] = ""
+    """What an update compares each trained token's whole distribution with, in a second pass of the output layer: nothing, all words alike (label smoothing), or teachers' (`distill.tokens`)."""
+    start_teaches: bool = False
+    """Whether the reference is a teacher."""
     slots: int = 0
     """Most sequences that a device generates at one time; 0: none are generated."""
     generates_beside: bool = False
@@ -534,7 +550,7 @@ class Workload:
     @property
     def alone(self) -> Self:
         """The work of a critic or reward model."""
-        return replace(self, has_critic=False, has_reference=False, slots=0)
+        return replace(self, has_critic=False, has_reference=False, slots=0, compares="")
 
     def with_critic(self, rank: int) -> Self:
         """Return the work with this `critic.lora_rank`."""
@@ -543,11 +559,15 @@ class Workload:
     def taught(self, distill: DistillConfig) -> Self:
         """Return the work with teachers. One that is the start is the reference."""
         starts = sum(each.is_start for each in distill.teachers)
+        compares = self.compares
+        if distill.teachers and distill.tokens != "sampled":
+            compares = distill.tokens
         return replace(
             self,
+            compares=compares,
             scorings=self.scorings + starts,
             has_reference=self.has_reference or starts > 0,
-            keeps_heads=bool(distill.teachers) and distill.tokens == "all",
+            start_teaches=starts > 0,
         )
 
     @property

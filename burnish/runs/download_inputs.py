@@ -19,7 +19,8 @@ from burnish.errors import MissingError, UsageError, of_setting
 from burnish.files.hub import HubPlace, is_elsewhere
 from burnish.files.safetensors import ADAPTER_CONFIG
 from burnish.files.urls import is_url
-from burnish.runs.hub_revisions import beginning, hub_entries, pin
+from burnish.method import Method
+from burnish.runs.hub_revisions import FrozenOf, beginning, hub_entries, pin
 from burnish.runs.preflight import data_entries
 from burnish.tracking.progress import Progress
 
@@ -38,51 +39,60 @@ def local_inputs(
     device: torch.device,
     layout: Layout | None = None,
     *,
-    trains: bool = True,
+    method: Method | None = None,
     only_small: bool = False,
 ) -> tuple[RunConfig, RunConfig]:
     """Return the configuration to record, and the one to work with. Collective.
 
     The first pins ids of the hub to commits, and has the precision that suits rank 0's `device`. The second has paths instead of
-    ids and URLs, and rank and layers of its first adapter. Only a run that `trains` copies training data and a critic.
+    ids and URLs, and rank and layers of its first adapter. Training data and frozen models are copied for the `method` that reads them; None needs
+    the model alone.
 
-    With `only_small`, critic, reward models, teachers and data behind URLs are not copied. A data set of the hub shrinks to its first file,
+    With `only_small`, frozen models and data behind URLs are not copied. A data set of the hub shrinks to its first file,
     if small. A remote model becomes a fresh one with its config.json and tokenizer. Raises `MissingError` for missing files, and
     `BurnishError` if copying fails.
     """
     layout = layout or Layout()
+    frozen: FrozenOf = (lambda _: ()) if method is None else method.frozen
     values = config.model_dump()
     pinned = config.model_dump()
     with agree(layout):
         if layout.is_main:
-            pin(pinned, beginning(pinned, config.directory, config.mirror_url))
+            before = beginning(pinned, config.directory, config.mirror_url, frozen)
+            pin(pinned, before, frozen)
             if pinned["engine"]["precision"] == "auto":
                 pinned["engine"]["precision"] = "bf16" if has_bf16_products(device) else "fp32"
-    given = [section[key] for section, key, *_ in hub_entries(pinned)]
+    given = [section[key] for section, key, *_ in hub_entries(pinned, frozen)]
     told, values["engine"]["precision"] = from_main((given, pinned["engine"]["precision"]), layout)
-    for (section, key, kind, _), value in zip(hub_entries(values), told, strict=False):
+    for (section, key, kind, _), value in zip(hub_entries(values, frozen), told, strict=False):
         if HubPlace.of(section[key], kind) is not None:
             section[key] = value
     pinned_config = RunConfig.model_validate(values)
     local = pinned_config
+    trains = method is not None and method.trains
     shown = config.tracking.progress and place_of(os.environ).layout.is_main
     watch = Progress(True).phase if shown else None
     for first in (True, False):  # a machine's first process copies; then its others find the copies
         with agree(layout):
             if (layout.local_rank == 0) is first:
-                _copy_all(values, watch, trains=trains, only_small=only_small)
+                _copy_all(values, watch, frozen, trains=trains, only_small=only_small)
                 local = RunConfig.model_validate(values)
                 local = local.model_copy(update={"model": _with_adapter(local.model)})
     return pinned_config, local
 
 
 def _copy_all(
-    values: dict[str, Any], watch: Watch | None, *, trains: bool, only_small: bool
+    values: dict[str, Any],
+    watch: Watch | None,
+    frozen: FrozenOf,
+    *,
+    trains: bool,
+    only_small: bool,
 ) -> None:
     """Copy what `values`, a configuration, names, and put paths into its place."""
     if only_small and is_elsewhere(values["model"]["path"]):
         _replace_model(values["model"], watch)
-    _copy_models(values, watch, trains=trains, only_small=only_small)
+    _copy_models(values, watch, frozen, trains=trains, only_small=only_small)
     _copy_single_files(values, watch)
     _bring_rows(values, trains=trains)
     data = DataConfig.model_validate(values["data"])
@@ -126,16 +136,20 @@ def _replace_model(model: dict[str, Any], watch: Watch | None) -> None:
 
 
 def _copy_models(
-    values: dict[str, Any], watch: Watch | None, *, trains: bool, only_small: bool
+    values: dict[str, Any],
+    watch: Watch | None,
+    frozen: FrozenOf,
+    *,
+    trains: bool,
+    only_small: bool,
 ) -> None:
     has_weights = trains or values["rollout"]["engine"] != "openai"
-    for section, key, kind, setting in hub_entries(values):
-        is_beside = setting in ("critic.path", "reward.models", "distill.teachers")
-        is_unused = setting in ("critic.path", "distill.teachers") and not trains
-        stays = is_unused or (is_beside and only_small)
-        if kind == "model" and not stays and is_elsewhere(section.get(key)):
-            if setting == "reward.models":  # keep the name: the copy's directory has another one
-                section["name"] = RewardModelConfig(**section).part_name
+    for judge in values["reward"]["models"]:
+        if is_elsewhere(judge["path"]):  # the directory of its copy has another name
+            judge["name"] = RewardModelConfig(**judge).part_name
+    wanted: FrozenOf = (lambda _: ()) if only_small else frozen
+    for section, key, kind, _ in hub_entries(values, wanted):
+        if kind == "model" and is_elsewhere(section.get(key)):
             section[key] = str(local_directory(section[key], watch, weights=has_weights))
 
 

@@ -57,7 +57,7 @@ def set_up(
         model, _ = newest_model(run_dir, config.model)
         config = config.model_copy(update={"model": model})
     device = pick_device(local_rank=0)
-    config, local = local_inputs(config, device, trains=method.trains, only_small=True)
+    config, local = local_inputs(config, device, method=method, only_small=True)
     with ExitStack() as stack:
         pool = None
         if method.generates and config.scores:
@@ -80,11 +80,16 @@ def set_up(
                     local,
                     given=config.model,
                     may_judge=not (method.trains or config.scores),
+                    beside=method.frozen(local),
                 )
                 adapted = laid.adapted
                 with _collecting(errors):
                     _require_generator(laid, device)
-                for load in method.dry_runs_of_models(laid):
+                loads = [*_reads(laid), *method.dry_runs_of_models(laid)]
+                places = config.data.train
+                is_here = local.data.train == places and not any(map(_is_far, places))
+                loads += method.dry_runs_of_rows(laid) if is_here else ()
+                for load in loads:
                     with _collecting(errors):
                         load()
             if pool is not None and pool.environments is not None:
@@ -115,6 +120,19 @@ def set_up(
     if errors:
         raise together(errors, "the setup of this run")
     return config, lengths, adapted
+
+
+def _is_far(entry: str) -> bool:
+    return is_elsewhere(entry, "dataset")
+
+
+def _reads(foundation: Foundation) -> Iterator[Callable[[], object]]:
+    """Yield what reads the frozen models that lie on this machine."""
+    from burnish.runs.frozen_engines import read_frozen
+
+    for model in foundation.beside:
+        if model.gives != "weights" and not is_elsewhere(model.path):
+            yield partial(read_frozen, model, foundation)
 
 
 def _require_generator(foundation: Foundation, device: torch.device) -> None:

@@ -6,37 +6,41 @@ config.yaml records them. Loads no torch.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from burnish.checkpoint.steps import CommittedStep, small_files, step_number, verify_files
-from burnish.config.distillation import START
 from burnish.config.document import recorded
+from burnish.config.frozen_models import FrozenModel, of_sections
 from burnish.config.schema import FORMER_ALPHA, FORMER_LR, LoraConfig, ModelConfig, RunConfig
 from burnish.errors import MissingError, of_setting
 from burnish.files.hub import HubPlace, Kind
 from burnish.tracking.rundir import CHECKPOINTS, LATEST, RunDirectory
 
+FrozenOf = Callable[[RunConfig], Iterable[FrozenModel]]
+"""What `Method.frozen` is."""
 _CONFIG_LIMIT = 16 << 20
 
 _log = logging.getLogger("burnish")
 
 
-def at_newest_steps(values: Mapping[str, Any], run_dir: Path | None = None) -> RunConfig:
+def at_newest_steps(
+    values: Mapping[str, Any], run_dir: Path | None = None, frozen: FrozenOf = of_sections
+) -> RunConfig:
     """Return the configuration of `values`, where a step's model replaces each run's directory, `latest` or step.
 
     The run in `run_dir` keeps its steps. Raises `MissingError` for a run without steps. Changes `values`.
     """
     runs = [
         (number, section, key, root)
-        for number, (section, key, kind, _) in enumerate(hub_entries(values))
+        for number, (section, key, kind, _) in enumerate(hub_entries(values, frozen))
         if kind == "model" and section[key] and (root := _steps_root(section[key]))
     ]
     began: dict[int, str] = {}
     if runs and run_dir and RunDirectory(run_dir).config.is_file():
-        entries = hub_entries(recorded(RunDirectory(run_dir).config).model_dump())
+        entries = hub_entries(recorded(RunDirectory(run_dir).config).model_dump(), frozen)
         began = {number: str(section[key]) for number, (section, key, *_) in enumerate(entries)}
     for number, section, key, root in runs:
         before = began.get(number, "")
@@ -78,11 +82,14 @@ def _steps_root(given: str) -> Path | None:
 
 
 def beginning(
-    values: Mapping[str, Any], run_dir: Path, mirror: str | None = None
+    values: Mapping[str, Any],
+    run_dir: Path,
+    mirror: str | None = None,
+    frozen: FrozenOf = of_sections,
 ) -> Mapping[str, Any] | None:
     """Return the values that a run began with, here or on its `mirror`, if `values` leave something open."""
     is_open = any(section[key] == "auto" for section, key, _ in _autos(values))
-    if not (is_open or any(_unpinned(values))) or values["resume"] == "fresh":
+    if not (is_open or any(_unpinned(values, frozen))) or values["resume"] == "fresh":
         return None
     path = RunDirectory(run_dir).config
     if path.is_file():
@@ -100,15 +107,21 @@ def beginning(
     return recorded(RemotePath.of(Url.parse(mirror)) / path.name, content).model_dump()
 
 
-def pin(values: Mapping[str, Any], before: Mapping[str, Any] | None, *, ask: bool = True) -> None:
+def pin(
+    values: Mapping[str, Any],
+    before: Mapping[str, Any] | None,
+    frozen: FrozenOf = of_sections,
+    *,
+    ask: bool = True,
+) -> None:
     """Pin ids of the hub to their commits in `before`, else to the newest. Take what is auto from `before`.
 
     Without `ask`, ids that `before` lacks stay as they are.
     """
-    began = {} if before is None else _commits(before)
+    began = {} if before is None else _commits(before, frozen)
     take_auto(values, values if before is None else before)
-    for section, key, place, setting in list(_unpinned(values)):
-        if commit := began.get((setting, place.repo)):
+    for section, key, place, setting in list(_unpinned(values, frozen)):
+        if commit := began.get((_name(setting), place.repo)):
             _log.info("%s stays at commit %s, with which the run began", place, commit)
             section[key] = str(replace(place, revision=commit))
         elif ask:
@@ -135,36 +148,42 @@ def _autos(values: Mapping[str, Any]) -> Iterator[tuple[dict[str, Any], str, flo
     yield values["model"]["lora"], "alpha", FORMER_ALPHA
 
 
-def _unpinned(values: Mapping[str, Any]) -> Iterator[tuple[Any, Any, HubPlace, str]]:
-    for section, key, kind, setting in hub_entries(values):
+def _unpinned(
+    values: Mapping[str, Any], frozen: FrozenOf
+) -> Iterator[tuple[Any, Any, HubPlace, str]]:
+    for section, key, kind, setting in hub_entries(values, frozen):
         if (place := HubPlace.of(section[key], kind)) and not place.commit:
             yield section, key, place, setting
 
 
-def hub_entries(values: Mapping[str, Any]) -> Iterator[tuple[Any, Any, Kind, str]]:
-    """Yield each setting that may name a place of the hub: its holder, key, kind and name."""
+def hub_entries(
+    values: Mapping[str, Any], frozen: FrozenOf = of_sections
+) -> Iterator[tuple[Any, Any, Kind, str]]:
+    """Yield each setting that may name a place of the hub: its holder, key, kind and name. `frozen` is `Method.frozen`."""
     model = values["model"]
     data = values["data"]
     yield model, "path", "model", "model.path"
     yield model, "tokenizer", "model", "model.tokenizer"
     yield model["lora"], "path", "model", "model.lora.path"
-    yield values["critic"], "path", "model", "critic.path"
-    for judge in values["reward"]["models"]:
-        yield judge, "path", "model", "reward.models"
-    for teacher in values["distill"]["teachers"]:
-        if teacher["path"] != START and not teacher["url"]:
-            yield teacher, "path", "model", "distill.teachers"
+    for each in frozen(RunConfig.model_validate(values)):
+        holder, key = each.holder(values)
+        yield holder, key, "model", each.setting
     for name in ("train", "validation"):
         for index in range(len(data[name])):
             yield data[name], index, "dataset", f"data.{name}"
 
 
-def _commits(before: Mapping[str, Any]) -> dict[tuple[str, str], str]:
+def _name(setting: str) -> str:
+    """Return a setting without its place in a list, which may change between two starts."""
+    return setting.partition("[")[0]
+
+
+def _commits(before: Mapping[str, Any], frozen: FrozenOf) -> dict[tuple[str, str], str]:
     commits_of: dict[tuple[str, str], set[str]] = {}
-    for section, key, kind, setting in hub_entries(before):
+    for section, key, kind, setting in hub_entries(before, frozen):
         place = HubPlace.of(section[key], kind)
         if place is not None and place.commit:
-            commits_of.setdefault((setting, place.repo), set()).add(place.commit)
+            commits_of.setdefault((_name(setting), place.repo), set()).add(place.commit)
     return {entry: commits.pop() for entry, commits in commits_of.items() if len(commits) == 1}
 
 

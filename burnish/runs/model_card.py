@@ -35,6 +35,7 @@ def model_card(method: Method, config: RunConfig) -> str:
     rows = [
         ("model", origin),
         ("data", ", ".join(_shown(entry, "dataset") for entry in data.train)),
+        *((each.role, _shown(each.path, "model")) for each in method.frozen(config)),
         *_rows(method.card, settings),
         *(_rows(_ADAPTER, settings) if model.adapter else ()),
         *_rows(_OPTIM, settings),

@@ -36,7 +36,9 @@ def explained(error: RuntimeError, session: Session) -> BurnishError | None:
     total = total_memory(device) / 1e9
     highest = peak_memory(device) / 1e9
     on_cpu = device.type == "cpu"
-    settings = remedies(session.config, session.method.generates, phase, on_cpu=on_cpu)
+    method = session.method
+    beside = [*method.frozen(session.config)]
+    settings = remedies(session.config, method.generates, phase, beside=beside, on_cpu=on_cpu)
     helpful = f"try {', or '.join(settings[:3])}; burnish plan shows how much each part needs"
     return BurnishError(
         f"rank {rank} ran out of memory in {phase}",

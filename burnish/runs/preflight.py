@@ -13,6 +13,7 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
+from burnish.config.frozen_models import FrozenModel
 from burnish.config.schema import (
     CriticConfig,
     DataConfig,
@@ -59,6 +60,8 @@ def require_inputs(config: RunConfig, method: Method, run_dir: Path | None = Non
     With `run_dir`, model and tokenizer come from that run's checkpoint.
     """
     problems = [] if run_dir else list(_models(config.model, config.critic, config.engine))
+    for each in method.frozen(config):
+        problems += _frozen(each)
     for name in data_entries(config.data, trains=method.trains):
         for path in getattr(config.data, name):
             if is_asked_here(path, "dataset"):
@@ -71,8 +74,6 @@ def require_inputs(config: RunConfig, method: Method, run_dir: Path | None = Non
             do = f"{install(engine)}, or set rollout.engine=builtin"
             problems += _package(engine, f"rollout.engine: {engine}", _ENGINES[engine], do)
     if method.trains:
-        for path in config.distill.paths:
-            problems += _whole_model(path, "distill.teachers")
         problems += _trackers(config.tracking.trackers)
         if config.checkpoint.push_to_hub and place_of(os.environ).layout.is_main:
             problems += _caught(_hub(config.checkpoint.push_to_hub))
@@ -135,7 +136,7 @@ def small_file(place: str, name: str) -> bytes:
         raise MissingError(
             f"there is no file {path}",
             want=f"a file {path.name}; weights are not needed",
-            do="set model.path, model.lora.path, reward.models and distill.teachers to directories with this file or to ids of the hub, or model.fresh to the file",
+            do="set model.path, model.lora.path and the paths of frozen models to directories with this file or to ids of the hub, or model.fresh to the file",
         )
     return path.read_bytes()
 
@@ -145,7 +146,6 @@ def _models(
 ) -> Iterator[BurnishError]:
     directories = (
         (model.path, "model.path", (_CONFIG,)),
-        (critic.path, "critic.path", (_CONFIG,)),
         (model.lora.path, "model.lora.path", (ADAPTER_CONFIG,)),
         (model.tokenizer, "model.tokenizer", _TOKENIZER_FILES),
     )
@@ -273,8 +273,6 @@ def _data(path: str, setting: str) -> Iterator[BurnishError]:
 
 
 def _rewards(rewards: RewardConfig) -> Iterator[BurnishError]:
-    for index, model in enumerate(rewards.models):
-        yield from _whole_model(model.path, f"reward.models[{index}].path")
     for index, reward in enumerate(rewards.functions):
         setting = f"reward.functions[{index}].function"
         if reward.function == "math_verify":
@@ -286,11 +284,11 @@ def _rewards(rewards: RewardConfig) -> Iterator[BurnishError]:
         yield from _code(reward.function, setting)
 
 
-def _whole_model(path: str, setting: str) -> Iterator[BurnishError]:
-    """Yield an error if a directory lacks a configuration or a tokenizer."""
-    for members in ((_CONFIG,), _TOKENIZER_FILES):
-        if is_asked_here(path, "model"):
-            yield from _caught(_directory(path, setting, members))
+def _frozen(model: FrozenModel) -> Iterator[BurnishError]:
+    """Yield an error if a frozen model lacks a configuration or, where it is more than weights, a tokenizer."""
+    for members in ((_CONFIG,), *([] if model.gives == "weights" else [_TOKENIZER_FILES])):
+        if is_asked_here(model.path, "model"):
+            yield from _caught(_directory(model.path, model.setting, members))
 
 
 def _code(name: str, setting: str) -> Iterator[BurnishError]:

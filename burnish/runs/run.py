@@ -98,7 +98,7 @@ class Run:
         # The newest step comes first: a run that resumes does not read the weights that it began with.
         loaded = self._saver.resume()
         if loaded is None:
-            session.intact.require(*main.places(fresh=True), self._config.critic.path)
+            session.intact.require(*main.places(fresh=True))
             self._saver.keep_surrounding(None)
             loaded = LoadedStep(TrainerState(roles=self._other_counts()))
         self.state = loaded.state

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -16,6 +16,7 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 from burnish.boxes.shards import ShardSource, renamed
 from burnish.checkpoint.save import ModelContents
 from burnish.config.environment import EnvironmentConfig
+from burnish.config.frozen_models import FrozenModel
 from burnish.config.schema import (
     DataConfig,
     EngineConfig,
@@ -104,6 +105,8 @@ class Foundation(TextFoundation):
     """The files beside the weights, by name; only on rank 0 of a run that trains."""
     adapted: int = 0
     """The numbers that a run trains, if those are not the whole model's."""
+    beside: Sequence[FrozenModel] = ()
+    """The frozen models of the method (`Method.frozen`)."""
 
     @property
     def costs(self) -> ModelFlops:
@@ -120,8 +123,8 @@ class Foundation(TextFoundation):
         model = self.config.model
         started = [model.path, model.lora.path] if fresh else []
         frozen = [] if self.adapter is None else [model.path]
-        judges = (judge.path for judge in self.config.reward.models)
-        return [*judges, *self.config.distill.paths, *frozen, *started]
+        beside = [each.path for each in self.beside if fresh or each.gives != "weights"]
+        return [*beside, *frozen, *started]
 
     def write_assets(self, directory: Path) -> None:
         """Write the files that make trained weights a Hugging Face model or PEFT adapter."""
@@ -182,10 +185,12 @@ def lay_foundation(
     given: ModelConfig | None = None,
     card: str = "",
     may_judge: bool = False,
+    beside: Iterable[FrozenModel] = (),
 ) -> Foundation:
     """Read configuration, tokenizer and weight headers. Raises if they do not fit each other.
 
-    `given` is `config.model` before copies replaced URLs and ids. With `may_judge` it may be a reward model.
+    `given` is `config.model` before copies replaced URLs and ids. With `may_judge` it may be a reward model. `beside`: the frozen models of the
+    method, which are not read yet.
     """
     hf_config = read_model_config(config.model)
     if not may_judge:
@@ -267,6 +272,7 @@ def lay_foundation(
         composite,
         card,
         adapted=adapted,
+        beside=[*beside],
     )
     # Written once now, so that what cannot be written ends the run here and not at its first save.
     return foundation if given is None else with_assets(foundation)

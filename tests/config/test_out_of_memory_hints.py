@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 import pytest
 
+from burnish.config.frozen_models import reward_models
 from burnish.config.out_of_memory_hints import remedies
 from burnish.config.schema import RunConfig
 
@@ -14,7 +15,8 @@ def asked(
     trainer: Literal["sft", "rl"], phase: str, *parts: str, on_cpu: bool = False, **sections: Any
 ) -> list[str]:
     config = RunConfig.model_validate(sections)
-    return remedies(config, trainer == "rl", phase, parts, on_cpu=on_cpu)
+    beside = [*reward_models(config)]
+    return remedies(config, trainer == "rl", phase, parts, beside, on_cpu=on_cpu)
 
 
 @pytest.mark.parametrize(
@@ -28,7 +30,7 @@ def asked(
         ("kv cache", "rollout", {"rollout": {"slots": 64}}, "rollout.slots=32"),
         ("weights", "rollout", {}, "engine.offload_during_rollout=true"),
         ("reference", "update", {"algorithm": {"kl": {"coef": 0.1}}}, "algorithm.kl.coef=0"),
-        ("reward models", "rollout", {"reward": {"models": [{"path": "m"}]}}, "a smaller model in reward.models"),
+        ("reward models", "rollout", {"reward": {"models": [{"path": "m"}]}}, "a smaller model in reward.models[0].path"),
         ("staging", "save", {"checkpoint": {"background": True}}, "checkpoint.background=false"),
         ("weights", "update", {"engine": {"replicas": 2}}, "engine.replicas=1"),
         ("weights", "update", {"engine": {"kind": "megatron"}}, "engine.pipeline_parallel=2"),

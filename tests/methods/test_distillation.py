@@ -41,9 +41,11 @@ from torch.nn.functional import log_softmax
 from transformers import AutoModelForCausalLM
 
 from burnish.config.distillation import DistillConfig
+from burnish.config.schema import RunConfig
 from burnish.data.batching import make_batch
 from burnish.distributed.layout import Layout
-from burnish.methods.parts.distillation import Prompts, Teachers
+from burnish.errors import UsageError
+from burnish.methods.parts.distillation import Prompts, Teachers, require_sources
 from burnish.models.flops import ModelFlops
 from burnish.records import Batch, Example, TokenOutputs
 
@@ -361,6 +363,11 @@ def test_the_start_may_teach(work: Path, lora: int) -> None:
             ["data.streaming", "prompt_column"],
         ),
         (["distill.teachers=[{path: teacher}, {path: initial}]"], ["distill.teachers", "source"]),
+        pytest.param(
+            ["distill.teachers=[{path: teacher, source: maths}]"],
+            ["maths", "data_source"],
+            marks=pytest.mark.nightly,
+        ),
     ],
 )
 def test_mistakes_end_before_anything_is_written(
@@ -383,6 +390,27 @@ def test_mistakes_end_before_anything_is_written(
     assert [fact for fact in facts if fact not in said] == [], output
     assert "Traceback" not in output
     assert not (work / "runs/wrong").exists()
+
+
+def test_a_source_that_no_row_has_is_named(tmp_path: Path) -> None:
+    """With those that rows have; nothing is looked for where all teachers' sources are there, or none is asked for."""
+    rows = [{"prompt": "1", "data_source": source} for source in ("a", "b", None, "a")]
+    write_rows(tmp_path / "rows.jsonl", rows)
+    write_rows(tmp_path / "plain.jsonl", [{"prompt": "1"}])
+
+    def required(file: str, *sources: str | None) -> None:
+        teachers = [{"path": "t", "source": source} for source in sources]
+        values = {"data": {"train": [str(tmp_path / file)]}, "distill": {"teachers": teachers}}
+        config = RunConfig.model_validate(values)
+        foundation: Any = SimpleNamespace(config=config, layout=Layout())
+        require_sources(foundation)
+
+    required("rows.jsonl", "a", "b", None)
+    required("plain.jsonl", None)
+    with pytest.raises(UsageError, match="maths; a, b"):
+        required("rows.jsonl", "maths", "a")
+    with pytest.raises(UsageError, match="maths"):
+        required("plain.jsonl", "maths")
 
 
 def test_each_row_has_the_teacher_of_its_source() -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import xxhash
 from support.models.tiny import save_base
-from support.models.tokenizers import char_tokenizer
+from support.models.tokenizers import save_char_tokenizer
 from support.runs.preferences import PAIRS, begin_pairs, load_model, near
 from support.runs.same_runs import assert_same
 from support.runs.training_files import At, burnish, done, metrics, ranks, write_rows
@@ -122,9 +122,10 @@ def test_an_adapter_that_is_continued_is_part_of_its_reference(work: Path) -> No
 
 def test_another_vocabulary_is_refused(work: Path) -> None:
     save_base(work / "foreign", 4)
-    tokenizer = char_tokenizer()
-    tokenizer.add_tokens(["<more>"])
-    tokenizer.save_pretrained(work / "foreign")
+    file = work / "foreign/tokenizer.json"
+    save_char_tokenizer(file.parent)
+    text = file.read_text()
+    file.write_text(text.replace('"0": 4', '"A": 4').replace('"A": 40', '"0": 40'))
     code, output = burnish(work, *RUN, "name=refused", "method.reference=foreign", "--dry-run")
     assert code == 4, output
     assert "foreign" in output.partition("error: ")[2]

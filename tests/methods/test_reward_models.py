@@ -27,14 +27,17 @@ from transformers import (
     PreTrainedModel,
 )
 
+from burnish.config.frozen_models import reward_models
 from burnish.config.schema import RunConfig
 from burnish.distributed.layout import Layout
 from burnish.distributed.processes import process_group
 from burnish.engines.torch.torch_engine import TorchEngine
 from burnish.errors import IncompatibleError
 from burnish.methods.parts.judges import load_judge
+from burnish.methods.parts.rollouts import Judge
 from burnish.records import Completion, Prompt, Rollout
 from burnish.records.rollout_table import RolloutTable
+from burnish.runs.frozen_engines import load_beside
 from burnish.tracking.rollouts import read_rollouts, rollout_files
 
 CPU = torch.device("cpu")
@@ -76,6 +79,12 @@ def by_transformers(path: Path, model: PreTrainedModel, rollout: Rollout) -> flo
         return float(model.eval()(input_ids=ids, use_cache=False).logits.flatten()[-1])
 
 
+def judge_of(config: RunConfig, layout: Layout) -> Judge:
+    beside = [*reward_models(config)]
+    foundation: Any = SimpleNamespace(config=config, layout=layout, device=CPU, beside=beside)
+    return load_judge(foundation, load_beside(foundation, None))
+
+
 def judged_rank(
     layout: Layout, settings: Mapping[str, Any], layouts: Sequence[Mapping[str, int]]
 ) -> list[list[Rollout]]:
@@ -84,9 +93,7 @@ def judged_rank(
         config = RunConfig.model_validate(
             {**settings, "engine": {"precision": "fp32", **engine}, "name": "n"}
         )
-
-        foundation = SimpleNamespace(config=config, layout=layout, device=CPU)
-        judge = load_judge(foundation, None)
+        judge = judge_of(config, layout)
         table = RolloutTable.of([[each] for each in rollouts()])
         found.append(list(judge(table).rollouts))
     return found
@@ -143,9 +150,8 @@ def judged_divided(
     ]
     table = RolloutTable.gathered([each.encoded() for each in tables], tables[layout.rank])
     config = RunConfig.model_validate({**settings, "engine": {"precision": "fp32"}, "name": "n"})
-    foundation = SimpleNamespace(config=config, layout=layout, device=CPU)
     numbers = [n for rank in range(layout.world) for n in range(rank, len(flat), layout.world)]
-    found = load_judge(foundation, None)(table.take(np.argsort(numbers)))
+    found = judge_of(config, layout)(table.take(np.argsort(numbers)))
     scores = [(e.reward, list(e.reward_parts.items()), e.reward_error) for e in found.rollouts]
     calls = [(c.name, c.value, c.error) for e in found.objects for c in e.calls]
     return scores, [each.text for each in found.objects], calls

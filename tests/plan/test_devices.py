@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 from support.models.known_sizes import COUNTED as MODEL
+from support.models.planned import beside
 
 from burnish.config.schema import RunConfig
 from burnish.distributed.accelerators import ACCELERATORS, accelerator_named
@@ -136,10 +137,8 @@ def operations(command="sft", devices="1xH100-80G", judges=(), lora=(), **sectio
         "data": {"max_length": 64, "max_prompt_length": 16},
         "batch": {"examples": 1, "tokens_per_device": 64},
     }
-    config, shapes = RunConfig.model_validate(values | sections), [ModelShape.of(j) for j in judges]
-    planner = Planner(
-        ModelShape.of(MODEL), config, METHODS[command], parse_devices(devices), shapes
-    )
+    config, found = RunConfig.model_validate(values | sections), parse_devices(devices)
+    planner = Planner(ModelShape.of(MODEL), config, METHODS[command], found, beside(judges))
     return planner.as_configured()[0].operations
 
 
@@ -174,3 +173,19 @@ def test_prompts_are_read_once_and_completions_written_one_by_one():
         "update": 2 * 3 * 4 * forward(64),
     }
     assert "log-probs" not in operations("rl", **sections)
+
+
+def test_comparing_distributions_is_a_second_pass_of_the_output_layer():
+    """64 trained tokens; the output layer has 32 · 8 elements. A teacher's whole one is computed in both passes."""
+    head = 64 * 2 * 32 * 8
+    smooth = operations(method={"label_smoothing": 0.1})
+    assert smooth == {"update": 3 * forward(64) + 3 * head}
+    frozen = operations(lora={"rank": 2})["update"]
+    assert (
+        operations(lora={"rank": 2}, method={"label_smoothing": 0.1})["update"] == frozen + 2 * head
+    )
+    start = {"teachers": [{"path": "initial"}]}
+    whole = operations(distill={**start, "tokens": "all"})
+    assert whole == {"log-probs": forward(64), "update": 3 * forward(64) + 5 * head}
+    top = operations(distill={**start, "tokens": "topk"})
+    assert top == {"log-probs": forward(64) + head, "update": 3 * forward(64) + 3 * head}

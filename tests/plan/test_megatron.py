@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.models.known_sizes import QWEN3_8B
+from support.models.planned import beside
 from support.models.tiny import tiny_config
 
 from burnish.config.document import dump_yaml
@@ -134,7 +135,7 @@ def test_a_critic_and_a_judge_are_cut_as_the_policy_is():
     }
     config, shape = RunConfig.model_validate(values), ModelShape.of(MODEL)
     devices = parse_devices("8xB200-180G")
-    plan, _ = Planner(shape, config, METHODS["rl"], devices, [shape]).as_configured()
+    plan, _ = Planner(shape, config, METHODS["rl"], devices, beside([MODEL])).as_configured()
     parts = plan.phases["save"]
     stage = parts["weights"] / 2
     assert parts["critic"] == pytest.approx((2 + 4 + 12 / 2) * stage)

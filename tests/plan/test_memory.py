@@ -6,6 +6,7 @@ The model has 3 layers of 4 · 8·8 + 3 · 8·16 + 2 · 8 = 656 elements, and ou
 
 import pytest
 from support.models.known_sizes import COUNTED as MODEL
+from support.models.planned import beside
 
 from burnish.config.schema import RunConfig
 from burnish.families import ModelShape
@@ -29,9 +30,9 @@ def plan(command="sft", devices="1xH100-80G", model=MODEL, judges=(), **sections
         "rollout": {"n": 1, "max_response_length": 48},
     }
     config = RunConfig.model_validate(values | sections)
-    shapes = [ModelShape.of(each) for each in judges]
     found = parse_devices(devices)
-    return Planner(ModelShape.of(model), config, METHODS[command], found, shapes).as_configured()[0]
+    shape = ModelShape.of(model)
+    return Planner(shape, config, METHODS[command], found, beside(judges)).as_configured()[0]
 
 
 def test_slots_of_each_kind():

@@ -19,6 +19,7 @@ from burnish.data.sources import load_rows
 from burnish.errors import MissingError, UsageError
 from burnish.files.remote import Remote
 from burnish.functions import load_function
+from burnish.methods.table import METHODS
 from burnish.runs.download_inputs import local_inputs
 
 CPU = torch.device("cpu")
@@ -69,6 +70,7 @@ def config(store: Remote, **data: list[str]) -> RunConfig:
                 "models": [{"path": f"{url}/model"}],
             },
             "critic": {"path": f"{url}/model"},
+            "algorithm": {"advantage": "gae"},
             "engine": {"precision": "fp32"},
             "tracking": {"progress": False},
         }
@@ -76,7 +78,7 @@ def config(store: Remote, **data: list[str]) -> RunConfig:
 
 
 def test_every_input_becomes_a_path_of_this_machine(store: Remote, cache: Path) -> None:
-    found, local = local_inputs(config(store), CPU)
+    found, local = local_inputs(config(store), CPU, method=METHODS["rl"])
     assert found == config(store)
     model = Path(local.model.path or "")
     names = {path.name for path in model.rglob("*")}
@@ -95,13 +97,15 @@ def test_every_input_becomes_a_path_of_this_machine(store: Remote, cache: Path) 
 
 
 def test_a_pattern_stands_for_what_fits_it(store: Remote) -> None:
-    _, local = local_inputs(config(store, train=[f"{store.url}/*/part-[12].jsonl"]), CPU)
+    _, local = local_inputs(
+        config(store, train=[f"{store.url}/*/part-[12].jsonl"]), CPU, method=METHODS["rl"]
+    )
     assert [Path(path).name for path in local.data.train] == ["part-1.jsonl", "part-2.jsonl"]
 
 
 def test_a_new_model_is_made_from_a_file_behind_a_url(store: Remote) -> None:
     fresh = RunConfig.model_validate({"model": {"fresh": f"{store.url}/model/config.json"}})
-    path = local_inputs(fresh, CPU)[1].model.fresh
+    path = local_inputs(fresh, CPU, method=METHODS["rl"])[1].model.fresh
     assert json.loads(Path(str(path)).read_text()) == FRESH
 
 
@@ -114,12 +118,12 @@ def test_paths_of_this_machine_stay_as_they_are(cache: Path) -> None:
             "reward": {"functions": [{"function": "r.py:f"}, {"function": "numeric"}]},
         }
     )
-    assert local_inputs(plain, CPU) == (plain, plain)
+    assert local_inputs(plain, CPU, method=METHODS["rl"]) == (plain, plain)
     assert not cache.exists()
 
 
 def test_an_evaluation_copies_no_training_data(store: Remote) -> None:
-    _, local = local_inputs(config(store), CPU, trains=False)
+    _, local = local_inputs(config(store), CPU, method=METHODS["eval"])
     assert local.data.train == [f"{store.url}/data"]
     assert local.critic.path == f"{store.url}/model"
     assert "://" not in local.data.validation[0]
@@ -139,7 +143,7 @@ def test_an_evaluation_copies_no_training_data(store: Remote) -> None:
 def test_what_is_not_there_is_an_error(setting: str, value: object, kind: type[Exception]) -> None:
     section, _, field = setting.partition(".")
     with pytest.raises(kind) as caught:
-        local_inputs(RunConfig.model_validate({section: {field: value}}), CPU)
+        local_inputs(RunConfig.model_validate({section: {field: value}}), CPU, method=METHODS["rl"])
     assert "secret" not in str(caught.value)
 
 
@@ -175,11 +179,11 @@ def test_the_first_start_decides_on_the_precision(
 ) -> None:
     settings = RunConfig(output_dir=str(tmp_path))
     monkeypatch.setattr("burnish.runs.download_inputs.has_bf16_products", lambda device: quick)
-    recorded, local = local_inputs(settings, CPU)
+    recorded, local = local_inputs(settings, CPU, method=METHODS["rl"])
     assert recorded.engine.precision == local.engine.precision == precision
     settings.directory.mkdir()
     (settings.directory / "config.yaml").write_text(dump_yaml(recorded))
     monkeypatch.setattr("burnish.runs.download_inputs.has_bf16_products", lambda device: not quick)
-    assert local_inputs(settings, CPU)[0] == recorded
+    assert local_inputs(settings, CPU, method=METHODS["rl"])[0] == recorded
     given = settings.model_copy(update={"engine": EngineConfig(precision="bf16")})
-    assert local_inputs(given, CPU)[0] == given
+    assert local_inputs(given, CPU, method=METHODS["rl"])[0] == given

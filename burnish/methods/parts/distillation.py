@@ -10,18 +10,14 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
-from burnish.boxes.shards import ShardSource
 from burnish.config.distillation import DistillConfig, TeacherConfig
-from burnish.config.schema import ModelConfig
+from burnish.config.frozen_models import teachers
 from burnish.data.batching import make_batch
+from burnish.data.columns import SOURCE_COLUMN
 from burnish.data.tasks import Mixture, PromptDataset
-from burnish.data.tokenizer import load_tokenizer
-from burnish.engines.base import Engine, Part
-from burnish.engines.factory import make_engine
-from burnish.errors import IncompatibleError
-from burnish.files.hub import is_elsewhere
+from burnish.engines.base import Engine
+from burnish.errors import UsageError, few
 from burnish.methods.parts.policy_update import Forward
 from burnish.models.divergence import (
     DivergenceProbe,
@@ -34,17 +30,13 @@ from burnish.models.divergence import (
     WholeReference,
 )
 from burnish.models.flops import ModelFlops
-from burnish.models.heads import require_language_model
-from burnish.models.loading import read_model_config, require_embeddings, weights_source
-from burnish.models.meta_init import count_flops
 from burnish.records import Batch, Example, MicroBatch, Prompt, TokenIds
 from burnish.records.rollout_table import RolloutTable
+from burnish.runs.frozen_engines import LoadedModel
 from burnish.runs.setup import (
     Foundation,
     load_start,
     prompt_limits,
-    prove_directory,
-    prove_model,
     run_rows,
     train_dataset,
 )
@@ -222,11 +214,16 @@ def _sequences_of(
     return replace(batch, microbatches=tuple(micros))
 
 
-def load_teachers(foundation: Foundation, policy: Engine, intact: Intact) -> Teachers:
-    """Load the models of `distill.teachers`, in the policy's process groups. Collective."""
+def load_teachers(
+    foundation: Foundation, policy: Engine, loaded: Mapping[str, LoadedModel], intact: Intact
+) -> Teachers:
+    """Return the models of `distill.teachers`. Those with weights of their own are `loaded`, by setting. Collective."""
+    require_sources(foundation)
+    config = foundation.config.distill
+    own = {each.path: loaded[each.setting].engine for each in teachers(foundation.config)}
     forwards = list[Forward]()
     engines = list[Engine]()
-    for teacher in foundation.config.distill.teachers:
+    for teacher in config.teachers:
         if teacher.url is not None:
             from burnish.methods.parts.endpoint_teacher import EndpointTeacher
 
@@ -234,10 +231,12 @@ def load_teachers(foundation: Foundation, policy: Engine, intact: Intact) -> Tea
             asked = EndpointTeacher(teacher, timeout, foundation.tokenizer, policy.layout)
             forwards.append(asked.forward)
             continue
-        engine = _engine_of(teacher, foundation, policy, intact)
+        if teacher.is_start:
+            engine = load_start(foundation, policy, intact)
+            engines += [] if engine is policy else [engine]
+        else:
+            engine = own[teacher.path]
         forwards.append(partial(engine.forward, adapter=engine is not policy))
-        engines += [] if engine is policy else [engine]
-    config = foundation.config.distill
     head = _head(forwards[0], policy) if config.tokens == "all" else None
     prompts = [read_prompts(teacher, foundation) for teacher in config.teachers]
     return Teachers(config, forwards, engines, head, prompts)
@@ -252,54 +251,22 @@ def _head(forward: Forward, policy: Engine) -> Head:
     return head
 
 
-def _engine_of(
-    teacher: TeacherConfig, foundation: Foundation, policy: Engine, intact: Intact
-) -> Engine:
-    if teacher.is_start:
-        return load_start(foundation, policy, intact)
-    config = foundation.config
-    hf_config, weights = read_teacher(teacher, foundation)
-    engine = make_engine(
-        hf_config,
-        config.engine,
-        None,
-        layout=foundation.layout,
-        device=foundation.device,
-        beside=policy,
-    )
-    engine.load(weights, Part.WEIGHTS)
-    prove_directory(engine, weights, hf_config, count_flops(hf_config), config.engine)
-    return engine
-
-
-def read_teacher(
-    teacher: TeacherConfig, foundation: Foundation
-) -> tuple[PretrainedConfig, ShardSource]:
-    """Return a teacher's configuration and weights; reads only the weights' headers.
-
-    Raises `IncompatibleError` for a model without a language head, and for one with another vocabulary than the student.
-    """
-    config = foundation.config
-    tokenizer = foundation.tokenizer
-    trusts = config.model.trust_remote_code
-    model = ModelConfig(path=teacher.path, trust_remote_code=trusts)
-    hf_config = read_model_config(model)
-    do = "set distill.teachers to language models; this one belongs in reward.models"
-    require_language_model(teacher.path, hf_config, do)
-    own = load_tokenizer(teacher.path, trust_remote_code=trusts)
-    require_same_vocabulary(teacher.path, tokenizer, own)
-    require_embeddings(hf_config, tokenizer)
-    rows = hf_config.get_text_config().vocab_size
-    students = foundation.hf_config.get_text_config().vocab_size
-    if rows < students or (rows > students and config.engine.tensor_parallel > 1):
-        raise IncompatibleError(
-            f"the output layers of the teacher {teacher.path} and of the student have different sizes",
-            have=f"{rows} rows and {students}, engine.tensor_parallel: {config.engine.tensor_parallel}",
-            want="as many rows, or without tensor parallelism more of the teacher",
-            do="set another teacher, or engine.tensor_parallel=1",
+def require_sources(foundation: Foundation) -> None:
+    """Raise `UsageError` for a teacher whose source no row of `data.train` has, unless rows are streamed. Collective."""
+    data = foundation.config.data
+    wanted = {each.source for each in foundation.config.distill.teachers} - {None}
+    if data.streaming or not wanted:
+        return
+    rows = run_rows(foundation, data.train, "data.train", None)
+    values = rows.column(SOURCE_COLUMN) if SOURCE_COLUMN in rows.columns else []
+    there = sorted({str(value) for value in values if value})
+    for source in sorted(map(str, wanted - {*there})):
+        raise UsageError(
+            "no row has the source of a teacher, which would teach nothing",
+            have=f"distill.teachers[].source: {source}; {few(there) or 'nothing'} in the column {SOURCE_COLUMN}",
+            want="a source that rows have",
+            do=f"correct distill.teachers[].source, or the rows' {SOURCE_COLUMN}",
         )
-    prove_model(hf_config, foundation.layout, foundation.device)
-    return hf_config, weights_source(model, hf_config, config.seed)
 
 
 def read_prompts(teacher: TeacherConfig, foundation: Foundation) -> Prompts:
@@ -327,28 +294,7 @@ def read_prompts(teacher: TeacherConfig, foundation: Foundation) -> Prompts:
 
 
 def dry_runs_of_teachers(foundation: Foundation) -> Iterator[Callable[[], object]]:
-    """Yield what reads the teachers that lie on this machine, and their prompts."""
+    """Yield what reads the prompts of teachers."""
     for teacher in foundation.config.distill.teachers:
         if teacher.prompt_column is not None:
             yield partial(read_prompts, teacher, foundation)
-        is_here = teacher.url is None and not is_elsewhere(teacher.path)
-        if is_here and not teacher.is_start:
-            yield partial(read_teacher, teacher, foundation)
-
-
-def require_same_vocabulary(
-    path: str, student: PreTrainedTokenizerBase, teacher: PreTrainedTokenizerBase
-) -> None:
-    """Raise `IncompatibleError`, naming the first token, if a token of the student is another one of the teacher."""
-    tokens = {number: token for token, number in student.get_vocab().items()}
-    others = {number: token for token, number in teacher.get_vocab().items()}
-    different = [number for number in sorted(tokens) if others.get(number) != tokens[number]]
-    for number in different[:1]:
-        theirs = repr(others[number]) if number in others else "none"
-        raise IncompatibleError(
-            f"the teacher {path} has another vocabulary, so it cannot score the student's tokens",
-            have=f"token {number} is {tokens[number]!r} of the student and {theirs} of the teacher; "
-            f"{len(different)} of {len(tokens)} tokens differ",
-            want="the same token for each id",
-            do="set distill.teachers to models of the student's family, with its tokenizer",
-        )

@@ -9,33 +9,25 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
 
 import numpy as np
-import torch
-from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
-from burnish.boxes.shards import ShardSource
-from burnish.config.schema import ModelConfig, RewardModelConfig
+from burnish.config.frozen_models import reward_models
 from burnish.data.batching import Outlines, make_batch, outlines_of
 from burnish.data.chat import ChatEncoder, shared_beginning
-from burnish.data.tokenizer import load_tokenizer
 from burnish.distributed.collectives import gather_objects, gather_rows
-from burnish.distributed.layout import Layout
-from burnish.engines.base import Engine, Part
-from burnish.engines.factory import make_engine
-from burnish.errors import IncompatibleError
+from burnish.engines.base import Engine
 from burnish.methods.parts.rollouts import Judge
 from burnish.models.flops import ModelFlops
-from burnish.models.heads import has_value_head
-from burnish.models.loading import read_model_config, require_embeddings, weights_source
 from burnish.models.meta_init import count_flops, longest_sequence
 from burnish.records import Example, RewardCall, Rollout, TokenIds
 from burnish.records.rollout_table import Column, RolloutTable
-from burnish.runs.setup import Foundation, prove_directory, prove_model
+from burnish.runs.frozen_engines import LoadedModel
+from burnish.runs.setup import Foundation
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,50 +70,21 @@ class _RewardModel:
         return rewards, is_read
 
 
-def load_judge(foundation: Foundation, policy: Engine | None) -> Judge:
-    """Load the models of `reward.models`, in the policy's process groups. Collective."""
+def load_judge(foundation: Foundation, loaded: Mapping[str, LoadedModel]) -> Judge:
+    """Return what judges by the models of `reward.models`; they are `loaded`, by setting."""
     config = foundation.config
-    layout = foundation.layout
-    device = foundation.device
     names = config.reward.part_names[len(config.reward.functions) :]
     models = []
-    beside = policy
-    for settings, name in zip(config.reward.models, names, strict=True):
-        hf_config, tokenizer, weights = read_judge(settings, config.seed, layout, device)
-        engine = make_engine(
-            hf_config, config.engine, None, layout=layout, device=device, beside=beside
-        )
-        beside = beside or engine
-        engine.load(weights, Part.WEIGHTS)
+    for settings, name, frozen in zip(
+        config.reward.models, names, reward_models(config), strict=True
+    ):
+        engine, hf_config, tokenizer = loaded[frozen.setting]
         positions = longest_sequence(hf_config) or sys.maxsize
         encoder = ChatEncoder(tokenizer)
         flops = count_flops(hf_config)
-        prove_directory(engine, weights, hf_config, flops, config.engine)
         models.append(_RewardModel(name, settings.weight, engine, encoder, flops, positions))
     on_error = math.nan if config.reward.on_error == "drop" else config.reward.on_error
     return partial(_judged, models, config.microbatch_tokens, on_error)
-
-
-def read_judge(
-    settings: RewardModelConfig, seed: int, layout: Layout, device: torch.device
-) -> tuple[PretrainedConfig, PreTrainedTokenizerBase, ShardSource]:
-    """Return a reward model's configuration, tokenizer and weights; reads only the weights' headers.
-
-    Raises `IncompatibleError` for any model but a classifier with one label.
-    """
-    model = ModelConfig(path=settings.path)
-    hf_config = read_model_config(model)
-    if not has_value_head(hf_config) or hf_config.num_labels != 1:
-        raise IncompatibleError(
-            f"{settings.path} gives no reward",
-            have=f"{', '.join(hf_config.architectures or ())} with {hf_config.num_labels} labels",
-            want="a sequence or token classification model with one label",
-            do="set reward.models to models that were trained as reward models",
-        )
-    tokenizer = load_tokenizer(settings.path)
-    require_embeddings(hf_config, tokenizer)
-    prove_model(hf_config, layout, device)
-    return hf_config, tokenizer, weights_source(model, hf_config, seed)
 
 
 def _judged(

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -39,6 +39,7 @@ from burnish.runs.trainer_state import Fingerprints
 
 if TYPE_CHECKING:
     from burnish.methods.parts.validation import HeldOut
+    from burnish.runs.frozen_engines import LoadedModel
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +53,8 @@ class Models:
     """The frozen model that training started from, if the method keeps it; `policy` itself under a fresh adapter."""
     teachers: Any = None
     """A `burnish.methods.parts.distillation.Teachers`; None without distillation."""
+    beside: Mapping[str, LoadedModel] = field(default_factory=dict)
+    """The frozen models that compute during the run (`Method.frozen`), by setting."""
 
     def start_logprobs(self, batch: Batch) -> Batch:
         """Add `ref_logprobs`, the log-probs of the start. Collective."""
@@ -89,12 +92,14 @@ def batch_of(
 
 def train(method: OfflineMethod, config: RunConfig, layout: Layout, device: torch.device) -> None:
     """Train as `config` says, from where its run directory left off. Collective."""
-    config, local = local_inputs(config, device, layout)
+    config, local = local_inputs(config, device, layout, method=method)
     size = method.rows_per_step(config)
     with open_run(config, method, layout, device) as session:
         with session.progress.phase("setup", 3) as bar:
             card = model_card(method, config)
-            language = lay_foundation(local, layout, device, given=config.model, card=card)
+            language = lay_foundation(
+                local, layout, device, given=config.model, card=card, beside=method.frozen(local)
+            )
             foundation = method.foundation(language)
             bar.advance()
             read = partial(method.dataset, foundation, progress=session.progress)
@@ -129,12 +134,17 @@ def train(method: OfflineMethod, config: RunConfig, layout: Layout, device: torc
                 if method.keeps_start(config)
                 else None
             )
+            loaded: Mapping[str, LoadedModel] = {}
+            if foundation.beside:
+                from burnish.runs.frozen_engines import load_beside
+
+                loaded = load_beside(foundation, engine)
             teachers = None
             if config.distill.teachers and "distill" not in method.unread:
                 from burnish.methods.parts.distillation import load_teachers
 
-                teachers = load_teachers(foundation, engine, session.intact)
-            models = Models(foundation, engine, start, teachers)
+                teachers = load_teachers(foundation, engine, loaded, session.intact)
+            models = Models(foundation, engine, start, teachers, loaded)
             validate: Validation | None = None
             if held_out is not None:
                 from burnish.methods.parts.validation import example_validation

@@ -6,11 +6,12 @@ the weights.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from fractions import Fraction
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -45,10 +46,13 @@ from burnish.runs.setup import (
 from burnish.runs.trainer_state import Fingerprints, weights_version
 from burnish.tracking.stats import Max, Stats
 
+if TYPE_CHECKING:
+    from burnish.runs.frozen_engines import LoadedModel
+
 
 def train(method: RL, config: RunConfig, layout: Layout, device: torch.device) -> None:
     """Train with rewards as `config` says, from where its run directory left off. Collective."""
-    config, local = local_inputs(config, device, layout)
+    config, local = local_inputs(config, device, layout, method=method)
     with ExitStack() as stack:
         session = stack.enter_context(open_run(config, method, layout, device))
         pool = stack.enter_context(
@@ -60,7 +64,10 @@ def train(method: RL, config: RunConfig, layout: Layout, device: torch.device) -
         loss = method.loss(config)
         with progress.phase("setup", 4) as bar:
             card = model_card(method, config)
-            foundation = lay_foundation(local, layout, device, given=config.model, card=card)
+            frozen = method.frozen(local)
+            foundation = lay_foundation(
+                local, layout, device, given=config.model, card=card, beside=frozen
+            )
             bar.advance()
             read = partial(method.dataset, foundation, pool=pool, progress=progress)
             dataset = train_dataset(read, local.data)
@@ -82,7 +89,7 @@ def train(method: RL, config: RunConfig, layout: Layout, device: torch.device) -
                 functions=method.functions(config),
             )
             lengths = total, loader.epoch_steps(size)
-            run, update, judge, engines = _models(
+            run, update, judge, engines, beside = _models(
                 foundation, session, fingerprints, *lengths, method, advantage
             )
             # The models are loaded before the loader knows its place: only the step that was loaded says which rows come next.
@@ -126,6 +133,7 @@ def train(method: RL, config: RunConfig, layout: Layout, device: torch.device) -
                         batches = update.with_logprobs(batches, step)
                         if update.teachers is not None:
                             batches = update.teachers.answered(batches, learned_from)
+                        batches = [method.prepare(config, batch, beside) for batch in batches]
                 # The last look at signals in this step. An update that has begun is finished, because the weights in its middle
                 # belong to no step.
                 session.stopper.check_all()
@@ -170,8 +178,8 @@ def _models(
     epoch_steps: Fraction,
     method: RL,
     advantage: Advantage | None,
-) -> tuple[Run, PolicyUpdate, Judge | None, Sequence[Engine]]:
-    """Load the models. Return the run, its update, its reward models, and the engines of policy, critic, reference and teachers."""
+) -> tuple[Run, PolicyUpdate, Judge | None, Sequence[Engine], Mapping[str, LoadedModel]]:
+    """Load the models. Return the run, its update, its reward models, the engines that do not generate or judge, and the frozen models by setting."""
     config = foundation.config
     engine = make_run_engine(foundation, config.optim)
     learners: dict[str, Learner] = {MAIN: Learner(engine, foundation)}
@@ -182,12 +190,19 @@ def _models(
         critic = Critic.make(foundation, total_steps, engine)
         learners[CRITIC] = critic
     run = Run(session, learners, fingerprints, total_steps, epoch_steps)
+    engines = [each.engine for each in learners.values()]
+    loaded: Mapping[str, LoadedModel] = {}
+    if foundation.beside:
+        from burnish.runs.frozen_engines import load_beside
+
+        loaded = load_beside(foundation, engine)
+        late = [each.setting for each in foundation.beside if each.phase == "log-probs"]
+        engines += [loaded[setting].engine for setting in late]
     judge: Judge | None = None
     if config.reward.models:
         from burnish.methods.parts.judges import load_judge
 
-        judge = load_judge(foundation, engine)
-    engines = [each.engine for each in learners.values()]
+        judge = load_judge(foundation, loaded)
     reference = None
     if config.algorithm.kl.coef > 0 or method.keeps_start(config):
         initial = load_start(foundation, engine, session.intact)
@@ -197,10 +212,10 @@ def _models(
     if config.distill.teachers:
         from burnish.methods.parts.distillation import load_teachers
 
-        teachers = load_teachers(foundation, engine, session.intact)
+        teachers = load_teachers(foundation, engine, loaded, session.intact)
         engines += teachers.engines
     costs = foundation.costs
     update = PolicyUpdate(
         engine, reference, critic, costs, config, advantage, teachers, method.in_pairs
     )
-    return run, update, judge, engines
+    return run, update, judge, engines, loaded

@@ -18,23 +18,21 @@ import torch
 import torch.distributed as dist
 import xxhash
 
+from burnish.config.frozen_models import FrozenModel
 from burnish.config.schema import ModelConfig
 from burnish.data.batching import make_batch
 from burnish.data.tasks import ItemSequence
-from burnish.data.tokenizer import load_tokenizer
 from burnish.distributed.collectives import agree, any_rank, from_main, total
 from burnish.engines.base import Engine
 from burnish.engines.factory import settings_beside
-from burnish.errors import IncompatibleError
 from burnish.files.cache import read_kept
 from burnish.files.kept import write_kept
 from burnish.files.safetensors import weight_files
-from burnish.models.heads import require_language_model
-from burnish.models.loading import read_model_config, require_embeddings, weights_source
 from burnish.models.meta_init import count_flops
 from burnish.records import Example
+from burnish.runs.frozen_engines import read_frozen
 from burnish.runs.session import Session
-from burnish.runs.setup import Foundation, load_frozen, prove_model, prove_start
+from burnish.runs.setup import Foundation, load_frozen, prove_start
 
 ROWS_OF_A_FILE = 1024
 """Rows whose log-probs are computed and kept together. An interrupted run has those that are done."""
@@ -93,18 +91,18 @@ def referenced(
     rows: Sequence[int] | None,
     foundation: Foundation,
     session: Session,
-    path: str | None,
+    reference: FrozenModel | None,
     kind: str,
 ) -> ReferencedItems:
-    """Return items with the log-probs of the model at `path`, or of the one that training starts from. Collective.
+    """Return items with the log-probs of `reference`, or of the model that training starts from. Collective.
 
     `rows` are the items that will be read; None: all. `kind` tells items of the same rows apart.
     """
     layout = foundation.layout
     if rows is not None and [*rows] == [*range(len(items))]:
         rows = None
-    given = foundation if path is None else reference_foundation(foundation, path)
-    session.intact.require(*([path] if path else foundation.places(fresh=True)))
+    given = foundation if reference is None else _foundation_of(reference, foundation)
+    session.intact.require(*foundation.places(fresh=reference is None))
     with agree(layout):
         key = _key(given, f"{items.digest} {kind}") if layout.is_main else ""
     key = from_main(key, layout)
@@ -117,7 +115,7 @@ def referenced(
     missing = [number for number, part in enumerate(parts) if any_rank(part is None, layout)]
     if missing:
         engine = load_frozen(given)
-        if path is not None:
+        if reference is not None:
             prove_start(engine, given)
         with session.progress.phase("reference", len(missing)) as bar:
             for number in missing:
@@ -201,26 +199,12 @@ def _content(directory: Path) -> str:
     return digest.hexdigest()
 
 
-def reference_foundation(foundation: Foundation, path: str) -> Foundation:
-    """Return the foundation of a reference of its own. Collective.
-
-    Raises `IncompatibleError` for a model that is no language model, or that has other tokens.
-    """
-    model = ModelConfig(path=path)
-    hf_config = read_model_config(model)
-    require_language_model(path, hf_config, "set method.reference to a language model")
-    require_embeddings(hf_config, foundation.tokenizer)
-    if load_tokenizer(path).get_vocab() != foundation.tokenizer.get_vocab():
-        raise IncompatibleError(
-            f"the reference {path} has another vocabulary",
-            have="other tokens, or other ids of them",
-            want="the vocabulary of model.path, because both read the same tokens",
-            do="set method.reference to a model of the same family",
-        )
+def _foundation_of(reference: FrozenModel, foundation: Foundation) -> Foundation:
+    """Return the foundation of a reference of its own. Collective."""
+    hf_config, _, source = read_frozen(reference, foundation)
+    model = ModelConfig(path=reference.path)
     config = foundation.config
     engine = settings_beside(hf_config, config.engine)
-    prove_model(hf_config, foundation.layout, foundation.device, engine=engine)
-    source = weights_source(model, hf_config, config.seed)
     return replace(
         foundation,
         config=config.model_copy(update={"model": model, "engine": engine}),

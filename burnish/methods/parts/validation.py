@@ -32,6 +32,7 @@ from burnish.distributed.device import device_name
 from burnish.distributed.layout import Layout
 from burnish.engines.base import Engine
 from burnish.errors import IncompatibleError, StoppedError
+from burnish.method import Method
 from burnish.methods.offline import OfflineMethod
 from burnish.methods.parts.generators import make_collector
 from burnish.methods.parts.judges import load_judge
@@ -44,6 +45,7 @@ from burnish.records.seeds import derive_seed
 from burnish.rewards.builtin import extract_answer
 from burnish.rewards.overview import rollout_stats
 from burnish.runs.download_inputs import local_inputs
+from burnish.runs.frozen_engines import load_beside
 from burnish.runs.hub_revisions import newest_model
 from burnish.runs.rollout_transfer import arriving
 from burnish.runs.run import Validation
@@ -260,6 +262,7 @@ class MethodOfExamples(Protocol):
 
 
 def evaluate(
+    method: Method,
     config: RunConfig,
     layout: Layout,
     device: torch.device,
@@ -276,7 +279,7 @@ def evaluate(
     if run_dir is not None:
         model, step = newest_model(run_dir, config.model)
         config = config.model_copy(update={"model": model})
-    config, local = local_inputs(config, device, layout, trains=False)
+    config, local = local_inputs(config, device, layout, method=method)
     with catch_signals(layout) as stopper:
         try:
             progress = Progress(local.tracking.progress and layout.is_main)
@@ -286,7 +289,13 @@ def evaluate(
                 foundation = TextFoundation(local, tokenizer, layout, device)
             else:
                 foundation = _with_weights(
-                    lay_foundation(local, layout, device, may_judge=not local.scores),
+                    lay_foundation(
+                        local,
+                        layout,
+                        device,
+                        may_judge=not local.scores,
+                        beside=method.frozen(local),
+                    ),
                     step,
                     progress,
                 )
@@ -401,7 +410,7 @@ def _measure(
             judge: Judge | None = None
             if isinstance(foundation, Foundation):
                 model = _load(foundation)
-                judge = load_judge(foundation, model)
+                judge = load_judge(foundation, load_beside(foundation, model))
             collector = make_collector(foundation, pool, stopper.check, progress, judge)
             with closing(collector.generator) as generator:
                 if model is not None:
