@@ -51,8 +51,10 @@ from burnish.distributed.collectives import gather_objects
 from burnish.distributed.device import has_matrix_units
 from burnish.distributed.layout import Layout
 from burnish.distributed.processes import launch
-from burnish.engines.base import Engine, Part
+from burnish.engines.base import Engine, LossFn, Part
 from burnish.engines.factory import make_engine
+from burnish.methods.sft import SFT
+from burnish.models.divergence import DivergenceProbe, UniformReference
 from burnish.models.loading import FreshSource
 from burnish.models.lora.adapter import FreshAdapter
 from burnish.models.meta_init import count_flops
@@ -170,11 +172,22 @@ class Subject:
             if self._critic:
                 self._critic.forward_backward(batch, value_loss_fn("token_mean", None, 1))
                 self._critic.optim_step(1e-5)
-            self._engine.forward_backward(batch, sft_loss())
+            self._engine.forward_backward(self._compared(batch), self._loss())
             self._engine.optim_step(1e-5)
         if self._case.command == "rl":
             with self._meter.phase("publish"):
                 self._publish()
+
+    def _loss(self) -> LossFn:
+        return SFT().loss(self._config) if self._case.command == "sft" else sft_loss()
+
+    def _compared(self, batch: Batch) -> Batch:
+        """Return a batch with what compares its distributions, if the case has label smoothing."""
+        if not self._config.method:
+            return batch
+        masks = [micro.loss_mask for micro in batch.microbatches]
+        probes = [DivergenceProbe(UniformReference(), mask[mask]) for mask in masks]
+        return batch.with_field("probe", probes)
 
     def _score(self, batch: Batch) -> None:
         self._engine.forward(batch)

@@ -248,6 +248,10 @@ def _cases() -> Iterator[Case]:
     yield Case("qwen3", "fp32", "selective", 2048)
     yield Case("qwen2", "bf16", "none", 512, model={"vocab_size": 32768})
     yield Case("llama", "fp32", "full", 1024, model={"vocab_size": 32768})
+    smooth = {"method.label_smoothing": 0.1}
+    words = {"vocab_size": 32768}
+    yield Case("qwen3", "bf16", "full", 512, model=words, more=smooth)
+    yield Case("llama", "fp32", "full", 1024, model=words, more=smooth)
     yield Case("qwen3", "bf16", "none", 256, microbatches=3)
     for checkpointing in ("none", "full"):
         yield Case("qwen3", "bf16", checkpointing, 1024, processes=2)
