@@ -31,7 +31,7 @@ from burnish.functions import name_of
 from burnish.launch.failures import forget_failures, note_failure, refuse_failing_alike
 from burnish.method import Method
 from burnish.methods.table import METHODS, load_method
-from burnish.runs.hub_revisions import at_newest_steps, beginning, hub_entries, is_model, pin
+from burnish.runs.hub_revisions import at_newest_steps, beginning, hub_entries, pin
 from burnish.runs.preflight import require_inputs
 from burnish.runs.run_directory import (
     make_way,
@@ -178,6 +178,8 @@ def evaluate(
 
 def config_at(place: str) -> tuple[RunConfig | Path | None, Path | None]:
     """Return the run's configuration or a file (None for a model), and the run's directory, if any."""
+    from burnish.runs.models_of_runs import is_model
+
     if is_model(place):
         return None, None
     path = Path(place)

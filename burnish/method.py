@@ -18,7 +18,6 @@ from burnish.config.constraints import (
     setting_problems,
     settings_among,
 )
-from burnish.config.frozen_models import FrozenModel
 from burnish.config.schema import DataConfig, RunConfig
 from burnish.config.section import Section
 from burnish.errors import BurnishError, UsageError
@@ -26,6 +25,7 @@ from burnish.errors import BurnishError, UsageError
 if TYPE_CHECKING:
     import torch
 
+    from burnish.config.frozen_models import FrozenModel
     from burnish.distributed.layout import Layout
     from burnish.plan.model import Workload
     from burnish.tracking.progress import Progress

@@ -25,7 +25,8 @@ from burnish.config.schema import DataConfig, RewardConfig, RolloutConfig, RunCo
 from burnish.errors import BurnishError, MissingError, UsageError, count_text, refusing
 from burnish.files.strict_json import parse_object
 from burnish.redaction import presentable, printable
-from burnish.runs.hub_revisions import at_newest_steps, newest_model
+from burnish.runs.hub_revisions import at_newest_steps
+from burnish.runs.models_of_runs import newest_model
 from burnish.runs.preflight import require_model, small_file
 from burnish.runs.summary import parameter_count, sampling_text
 

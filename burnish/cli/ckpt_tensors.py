@@ -27,7 +27,7 @@ from burnish.files.quantized import GGUF
 from burnish.files.remote import Remote
 from burnish.files.remote_copy import copied, select
 from burnish.files.safetensors import SUFFIX
-from burnish.runs.download_inputs import local_directory
+from burnish.runs.remote_copies import local_directory
 from burnish.tracking.progress import Progress
 from burnish.tracking.rundir import CHECKPOINTS
 

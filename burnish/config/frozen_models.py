@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -28,10 +29,10 @@ class FrozenModel:
     def holder(self, values: Mapping[str, Any]) -> tuple[Any, str]:
         """Return what holds its path in a configuration's values, and the key there."""
         *names, key = re.findall(r"[^.\[\]]+", self.setting)
-        held: Any = values
+        place: Any = values
         for name in names:
-            held = held[int(name) if isinstance(held, list) else name]
-        return held, key
+            place = place[int(name) if isinstance(place, list) else name]
+        return place, key
 
 
 def of_sections(config: RunConfig) -> Iterator[FrozenModel]:
@@ -49,14 +50,27 @@ def critic_start(config: RunConfig) -> Iterator[FrozenModel]:
 
 def reward_models(config: RunConfig) -> Iterator[FrozenModel]:
     """Yield the models of `reward.models`."""
-    for number, each in enumerate(config.reward.models):
+    for number, judge in enumerate(config.reward.models):
         setting = f"reward.models[{number}].path"
-        yield FrozenModel(each.path, setting, "reward models", "scores", "rollout")
+        yield FrozenModel(judge.path, setting, "reward models", "scores", "rollout")
 
 
 def teachers(config: RunConfig) -> Iterator[FrozenModel]:
     """Yield the models of `distill.teachers` whose weights are read here and are not the start's."""
-    for number, each in enumerate(config.distill.teachers):
-        if each.url is None and not each.is_start:
+    for number, teacher in enumerate(config.distill.teachers):
+        if teacher.url is None and not teacher.is_start:
             setting = f"distill.teachers[{number}].path"
-            yield FrozenModel(each.path, setting, "teachers", "log-probs", "log-probs")
+            yield FrozenModel(teacher.path, setting, "teachers", "log-probs", "log-probs")
+
+
+def frozen_rows(
+    models: Iterable[FrozenModel], rows: Sequence[tuple[str, str]]
+) -> Iterator[tuple[str, str]]:
+    """Yield a row of a summary for the models of each role that no other row names."""
+    words = {word.strip(",") for _, text in rows for word in text.split()}
+    by_role = defaultdict(list)
+    for model in models:
+        if model.path not in words:
+            by_role[model.role].append(model.path)
+    for role, paths in by_role.items():
+        yield role, ", ".join(paths)

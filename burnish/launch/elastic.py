@@ -89,12 +89,12 @@ def planner_of(
         engine = config.engine.model_copy(update={"precision": precision})
         config = config.model_copy(update={"engine": engine})
     beside = []
-    for each in method.frozen(config):
-        if each.gives == "weights":  # of a model that is planned as a trained one
+    for frozen in method.frozen(config):
+        if frozen.gives == "weights":  # of a model that is planned as a trained one
             continue
-        with of_setting(each.setting):
-            fields = model_fields(ModelConfig(path=each.path))
-            beside.append(PlannedBeside.of(each, model_shape(fields, config.engine.kind)))
+        with of_setting(frozen.setting):
+            fields = model_fields(ModelConfig(path=frozen.path))
+            beside.append(PlannedBeside.of(frozen, model_shape(fields, config.engine.kind)))
     fields = model_fields(config.model)
     return Planner(
         model_shape(fields, config.engine.kind),

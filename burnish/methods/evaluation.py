@@ -101,7 +101,7 @@ class Evaluation(Method):
         """See `Method.run`."""
         from burnish.methods.parts.validation import evaluate
 
-        return evaluate(self, config, layout, device, run_dir, method_of_examples)
+        return evaluate(config, layout, device, run_dir, self, method_of_examples)
 
 
 def method_of_examples(*, judges: bool) -> OfflineMethod:

@@ -14,7 +14,6 @@ from burnish.config.constraints import (
     rollout_problems,
     training_problems,
 )
-from burnish.config.frozen_models import FrozenModel, critic_start, reward_models, teachers
 from burnish.config.schema import RunConfig
 from burnish.errors import BurnishError
 from burnish.files.hub import is_elsewhere
@@ -23,6 +22,7 @@ from burnish.method import Method
 if TYPE_CHECKING:
     import torch
 
+    from burnish.config.frozen_models import FrozenModel
     from burnish.data.tasks import PromptDataset
     from burnish.distributed.layout import Layout
     from burnish.engines.base import LossFn
@@ -115,10 +115,11 @@ class RL(Method):
 
     def frozen(self, config: RunConfig) -> Iterator[FrozenModel]:
         """See `Method.frozen`."""
-        if config.algorithm.advantage.name == "gae":
-            yield from critic_start(config)
-        yield from reward_models(config)
-        yield from teachers(config)
+        if config.critic.path or config.reward.models or config.distill.teachers:
+            from burnish.config.frozen_models import of_sections
+
+            has_critic = config.algorithm.advantage.name == "gae"
+            yield from (e for e in of_sections(config) if has_critic or e.role != "critic")
 
     def dry_runs_of_models(self, foundation: Foundation) -> Iterator[Callable[[], object]]:
         """See `Method.dry_runs_of_models`."""

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 import os
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,7 +14,7 @@ from burnish.distributed.collectives import agree, from_main
 from burnish.distributed.device import has_bf16_products
 from burnish.distributed.environment import place_of
 from burnish.distributed.layout import Layout
-from burnish.errors import MissingError, UsageError, of_setting
+from burnish.errors import MissingError, UsageError
 from burnish.files.hub import HubPlace, is_elsewhere
 from burnish.files.safetensors import ADAPTER_CONFIG
 from burnish.files.urls import is_url
@@ -26,12 +25,6 @@ from burnish.tracking.progress import Progress
 
 if TYPE_CHECKING:
     from burnish.files.remote_copy import Watch
-
-_SMALL_FILE = 256 << 20
-"""Most bytes of a data set's file that a dry run downloads."""
-_WEIGHTS = ".safetensors"
-_log = logging.getLogger(__name__)
-_MODEL_SUFFIXES = frozenset({".json", _WEIGHTS, ".model", ".txt", ".jinja", ".py", ".tiktoken"})
 
 
 def local_inputs(
@@ -53,7 +46,7 @@ def local_inputs(
     `BurnishError` if copying fails.
     """
     layout = layout or Layout()
-    frozen: FrozenOf = (lambda _: ()) if method is None else method.frozen
+    frozen = _frozen_of(method)
     values = config.model_dump()
     pinned = config.model_dump()
     with agree(layout):
@@ -69,32 +62,41 @@ def local_inputs(
             section[key] = value
     pinned_config = RunConfig.model_validate(values)
     local = pinned_config
-    trains = method is not None and method.trains
     shown = config.tracking.progress and place_of(os.environ).layout.is_main
     watch = Progress(True).phase if shown else None
     for first in (True, False):  # a machine's first process copies; then its others find the copies
         with agree(layout):
             if (layout.local_rank == 0) is first:
-                _copy_all(values, watch, frozen, trains=trains, only_small=only_small)
+                _copy_all(values, watch, method, only_small=only_small)
                 local = RunConfig.model_validate(values)
                 local = local.model_copy(update={"model": _with_adapter(local.model)})
     return pinned_config, local
 
 
+def _frozen_of(method: Method | None) -> FrozenOf:
+    return (lambda _: ()) if method is None else method.frozen
+
+
 def _copy_all(
-    values: dict[str, Any],
-    watch: Watch | None,
-    frozen: FrozenOf,
-    *,
-    trains: bool,
-    only_small: bool,
+    values: dict[str, Any], watch: Watch | None, method: Method | None, *, only_small: bool
 ) -> None:
     """Copy what `values`, a configuration, names, and put paths into its place."""
+    trains = method is not None and method.trains
     if only_small and is_elsewhere(values["model"]["path"]):
-        _replace_model(values["model"], watch)
-    _copy_models(values, watch, frozen, trains=trains, only_small=only_small)
+        from burnish.runs.remote_copies import replace_model
+
+        replace_model(values["model"], watch)
+    _copy_models(values, watch, trains, _frozen_of(None if only_small else method))
     _copy_single_files(values, watch)
-    _bring_rows(values, trains=trains)
+    settings = values["rollout"]["environment"]
+    if settings["verifiers"] is not None:  # its client renders messages itself
+        folder = values["model"]["tokenizer"] or values["model"]["path"]
+        settings["kwargs"] = {"tokenizer": str(folder), **settings["kwargs"]}
+    environment = EnvironmentConfig.model_validate(settings)
+    if environment.target is not None:
+        from burnish.runs.brought_rows import bring_rows
+
+        bring_rows(values, environment, trains=trains)
     data = DataConfig.model_validate(values["data"])
     for name in data_entries(data, trains=trains):
         # Streamed data is read from where it lies.
@@ -102,54 +104,17 @@ def _copy_all(
             _copy_data(values["data"], name, watch, only_small=only_small)
 
 
-def _bring_rows(values: dict[str, Any], *, trains: bool) -> None:
-    """Let the rows that an environment brings stand for `data.train`, or `data.validation` of an evaluation, if that is not given."""
-    settings = values["rollout"]["environment"]
-    if settings["verifiers"] is not None:  # its client renders messages itself
-        folder = values["model"]["tokenizer"] or values["model"]["path"]
-        settings["kwargs"] = {"tokenizer": str(folder), **settings["kwargs"]}
-    environment = EnvironmentConfig.model_validate(settings)
-    held_out = DataConfig.model_validate(values["data"]).held_out
-    name, purpose = ("train", "train") if trains or held_out else ("validation", "evaluate")
-    if environment.target is None or values["data"][name]:
-        return
-    from burnish.data.in_memory import stored
-    from burnish.environments.pool import EnvironmentPool
-
-    with EnvironmentPool(environment, asks_rows=True) as pool:
-        rows = pool.described.rows
-    if not rows:
-        raise UsageError(
-            f"there is nothing to {purpose} on",
-            have=f"data.{name}: [], and {environment.target} brings no rows",
-            want="at least one row",
-            do=f"set data.{name}=FILE, or let the class have a classmethod `rows`",
-        )
-    values["data"][name] = [stored(rows, "rollout.environment")]
-
-
-def _replace_model(model: dict[str, Any], watch: Watch | None) -> None:
-    """Copy config.json and tokenizer alone, and make the model a fresh one."""
-    folder = local_directory(model["path"], watch, weights=False)
-    model |= {"path": None, "fresh": str(folder / "config.json"), "lora": {}}
-    model["tokenizer"] = model["tokenizer"] or str(folder)
-
-
 def _copy_models(
-    values: dict[str, Any],
-    watch: Watch | None,
-    frozen: FrozenOf,
-    *,
-    trains: bool,
-    only_small: bool,
+    values: dict[str, Any], watch: Watch | None, trains: bool, frozen: FrozenOf
 ) -> None:
     has_weights = trains or values["rollout"]["engine"] != "openai"
     for judge in values["reward"]["models"]:
         if is_elsewhere(judge["path"]):  # the directory of its copy has another name
             judge["name"] = RewardModelConfig(**judge).part_name
-    wanted: FrozenOf = (lambda _: ()) if only_small else frozen
-    for section, key, kind, _ in hub_entries(values, wanted):
+    for section, key, kind, _ in hub_entries(values, frozen):
         if kind == "model" and is_elsewhere(section.get(key)):
+            from burnish.runs.remote_copies import local_directory
+
             section[key] = str(local_directory(section[key], watch, weights=has_weights))
 
 
@@ -158,11 +123,15 @@ def _copy_single_files(values: dict[str, Any], watch: Watch | None) -> None:
     model = values["model"]
     for setting in ("chat_template", "fresh"):
         if isinstance(model[setting], str) and is_url(model[setting]):
-            model[setting] = str(_file(model[setting], watch))
+            from burnish.runs.remote_copies import local_file
+
+            model[setting] = str(local_file(model[setting], watch))
     for reward in values["reward"]["functions"]:
         file, colon, name = reward["function"].rpartition(":")
         if file.endswith(".py") and is_url(file):
-            reward["function"] = f"{_file(file, watch)}{colon}{name}"
+            from burnish.runs.remote_copies import local_file
+
+            reward["function"] = f"{local_file(file, watch)}{colon}{name}"
 
 
 def _copy_data(data: dict[str, Any], name: str, watch: Watch | None, *, only_small: bool) -> None:
@@ -170,7 +139,11 @@ def _copy_data(data: dict[str, Any], name: str, watch: Watch | None, *, only_sma
     entries = data[name]
     data[name] = []
     for entry in entries:
-        files = _data(entry, f"data.{name}", watch, only_small=only_small)
+        files = [entry]
+        if is_elsewhere(entry, "dataset"):
+            from burnish.runs.remote_copies import local_data
+
+            files = local_data(entry, f"data.{name}", watch, only_small=only_small)
         if name == "train" and data["weights"] and len(files) > 1:
             raise UsageError(
                 f"data.weights cannot weigh {entry}, which is {len(files)} files",
@@ -178,32 +151,6 @@ def _copy_data(data: dict[str, Any], name: str, watch: Watch | None, *, only_sma
                 do="copy it to a directory of this machine, and name that in data.train",
             )
         data[name] += files
-
-
-def _data(entry: str, setting: str, watch: Watch | None, *, only_small: bool) -> list[str]:
-    if place := HubPlace.of(entry, "dataset"):
-        from burnish.data.splits import split_files
-        from burnish.files.hub_files import HubFiles
-
-        with of_setting(setting):
-            hub = HubFiles.of(place)
-            sizes = split_files(hub, setting)
-            names = list(sizes)[:1] if only_small else list(sizes)
-            if only_small and sizes[names[0]] > _SMALL_FILE:
-                return [entry]
-            root = hub.fetch(names, shown=watch is not None)
-        return [str(root / name) for name in names]
-    if only_small or not is_url(entry):
-        return [entry]
-    from burnish.data.splits import folder_files
-    from burnish.files.remote_copy import copied
-
-    with of_setting(setting):
-        selected, notice = folder_files(entry, setting)
-    if notice:
-        _log.warning(notice)
-    root = copied(selected, watch)
-    return [str(root / file.name) for file in selected.files]
 
 
 def _with_adapter(model: ModelConfig) -> ModelConfig:
@@ -220,34 +167,3 @@ def _with_adapter(model: ModelConfig) -> ModelConfig:
     from burnish.models.lora.adapter_config import with_adapter
 
     return with_adapter(model, described.read_bytes())
-
-
-def local_directory(place: str, watch: Watch | None = None, *, weights: bool = True) -> Path:
-    """Copy a Hugging Face directory, with custom code, to this machine. Raises `MissingError` if it has no files."""
-    suffixes = _MODEL_SUFFIXES if weights else _MODEL_SUFFIXES - {_WEIGHTS}
-
-    def wanted(name: str) -> bool:
-        return PurePosixPath(name).suffix in suffixes
-
-    hub = HubPlace.of(place, "model")
-    if hub is None:
-        from burnish.files.remote_copy import local_files
-
-        return local_files(place, wanted, watch)[0].parent
-    from burnish.files.hub_files import HubFiles
-
-    files = HubFiles.of(hub)
-    folder = PurePosixPath(hub.path)
-    names = [str(folder / name) for name in files.names() if wanted(name)]
-    return files.fetch(names, shown=watch is not None) / folder
-
-
-def _file(url: str, watch: Watch | None) -> Path:
-    hub = HubPlace.of(url, "model")
-    if hub is None:
-        from burnish.files.remote_copy import local_files
-
-        return local_files(url, lambda name: False, watch)[0]
-    from burnish.files.hub_files import HubFiles
-
-    return HubFiles.of(hub).file("")

@@ -24,7 +24,7 @@ from burnish.files.hub import is_elsewhere
 from burnish.method import Method
 from burnish.rewards.pool import RewardPool
 from burnish.runs.download_inputs import local_inputs
-from burnish.runs.hub_revisions import newest_model
+from burnish.runs.models_of_runs import newest_model
 from burnish.runs.setup import (
     Foundation,
     TextFoundation,

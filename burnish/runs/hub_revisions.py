@@ -9,17 +9,19 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from burnish.checkpoint.steps import CommittedStep, small_files, step_number, verify_files
+from burnish.checkpoint.steps import step_number
 from burnish.config.document import recorded
-from burnish.config.frozen_models import FrozenModel, of_sections
-from burnish.config.schema import FORMER_ALPHA, FORMER_LR, LoraConfig, ModelConfig, RunConfig
+from burnish.config.schema import FORMER_ALPHA, FORMER_LR, RunConfig
 from burnish.errors import MissingError, of_setting
 from burnish.files.hub import HubPlace, Kind
 from burnish.tracking.rundir import CHECKPOINTS, LATEST, RunDirectory
 
-FrozenOf = Callable[[RunConfig], Iterable[FrozenModel]]
+if TYPE_CHECKING:
+    from burnish.config.frozen_models import FrozenModel
+
+FrozenOf = Callable[[RunConfig], Iterable["FrozenModel"]]
 """What `Method.frozen` is."""
 _CONFIG_LIMIT = 16 << 20
 
@@ -27,7 +29,7 @@ _log = logging.getLogger("burnish")
 
 
 def at_newest_steps(
-    values: Mapping[str, Any], run_dir: Path | None = None, frozen: FrozenOf = of_sections
+    values: Mapping[str, Any], run_dir: Path | None = None, frozen: FrozenOf | None = None
 ) -> RunConfig:
     """Return the configuration of `values`, where a step's model replaces each run's directory, `latest` or step.
 
@@ -58,20 +60,6 @@ def at_newest_steps(
     return RunConfig.model_validate(values)
 
 
-def is_model(place: str) -> bool:
-    """Return whether a place is a model to evaluate, not a run: a Hugging Face directory, a step, or an id of the hub."""
-    path = Path(place).expanduser()
-    path = path.parent if path.name == LATEST else path
-    if path.suffix == ".gguf":
-        return True
-    if not path.is_dir():
-        is_run = path.parent.is_dir() or path.parent == Path(RunConfig().output_dir)
-        return HubPlace.of(place, "model") is not None and not is_run
-    is_steps = path.name == CHECKPOINTS or step_number(path.name) is not None
-    is_run = RunDirectory(path).config.is_file()
-    return not is_run and (is_steps or (path / "config.json").is_file())
-
-
 def _steps_root(given: str) -> Path | None:
     """Return the directory of steps, or the step, that a setting names."""
     path = Path(given).expanduser()
@@ -85,7 +73,7 @@ def beginning(
     values: Mapping[str, Any],
     run_dir: Path,
     mirror: str | None = None,
-    frozen: FrozenOf = of_sections,
+    frozen: FrozenOf | None = None,
 ) -> Mapping[str, Any] | None:
     """Return the values that a run began with, here or on its `mirror`, if `values` leave something open."""
     is_open = any(section[key] == "auto" for section, key, _ in _autos(values))
@@ -110,7 +98,7 @@ def beginning(
 def pin(
     values: Mapping[str, Any],
     before: Mapping[str, Any] | None,
-    frozen: FrozenOf = of_sections,
+    frozen: FrozenOf | None = None,
     *,
     ask: bool = True,
 ) -> None:
@@ -149,7 +137,7 @@ def _autos(values: Mapping[str, Any]) -> Iterator[tuple[dict[str, Any], str, flo
 
 
 def _unpinned(
-    values: Mapping[str, Any], frozen: FrozenOf
+    values: Mapping[str, Any], frozen: FrozenOf | None
 ) -> Iterator[tuple[Any, Any, HubPlace, str]]:
     for section, key, kind, setting in hub_entries(values, frozen):
         if (place := HubPlace.of(section[key], kind)) and not place.commit:
@@ -157,17 +145,22 @@ def _unpinned(
 
 
 def hub_entries(
-    values: Mapping[str, Any], frozen: FrozenOf = of_sections
+    values: Mapping[str, Any], frozen: FrozenOf | None = None
 ) -> Iterator[tuple[Any, Any, Kind, str]]:
-    """Yield each setting that may name a place of the hub: its holder, key, kind and name. `frozen` is `Method.frozen`."""
+    """Yield each setting that may name a place of the hub: its holder, key, kind and name. `frozen` is `Method.frozen`; by default all that sections name."""
     model = values["model"]
     data = values["data"]
     yield model, "path", "model", "model.path"
     yield model, "tokenizer", "model", "model.tokenizer"
     yield model["lora"], "path", "model", "model.lora.path"
-    for each in frozen(RunConfig.model_validate(values)):
-        holder, key = each.holder(values)
-        yield holder, key, "model", each.setting
+    if frozen is None:
+        from burnish.config.frozen_models import of_sections
+
+        frozen = of_sections
+    for beside in frozen(RunConfig.model_validate(values)):
+        holder, key = beside.holder(values)
+        if key in holder:  # an earlier version of the method may not have had it
+            yield holder, key, "model", beside.setting
     for name in ("train", "validation"):
         for index in range(len(data[name])):
             yield data[name], index, "dataset", f"data.{name}"
@@ -178,29 +171,10 @@ def _name(setting: str) -> str:
     return setting.partition("[")[0]
 
 
-def _commits(before: Mapping[str, Any], frozen: FrozenOf) -> dict[tuple[str, str], str]:
+def _commits(before: Mapping[str, Any], frozen: FrozenOf | None) -> dict[tuple[str, str], str]:
     commits_of: dict[tuple[str, str], set[str]] = {}
     for section, key, kind, setting in hub_entries(before, frozen):
         place = HubPlace.of(section[key], kind)
         if place is not None and place.commit:
             commits_of.setdefault((_name(setting), place.repo), set()).add(place.commit)
     return {entry: commits.pop() for entry, commits in commits_of.items() if len(commits) == 1}
-
-
-def newest_model(run_directory: Path, model: ModelConfig) -> tuple[ModelConfig, CommittedStep]:
-    """Return the settings of the model in a run's newest committed step, and that step.
-
-    An adapter keeps its base model. Raises `MissingError` without a step.
-    """
-    from burnish.checkpoint.tools.listing import newest_step
-
-    step = newest_step(RunDirectory(run_directory).checkpoints)
-    for damage in verify_files(step, small_files(step)):
-        raise damage
-    own = str(step.path / "model")
-    replaced: dict[str, Any] = {"tokenizer": own, "chat_template": None}
-    if not model.adapter:
-        replaced = {"path": own, "fresh": None, "tokenizer": None, "chat_template": None}
-    elif model.lora.path:
-        replaced["lora"] = LoraConfig(path=own, publish=model.lora.publish)
-    return model.model_copy(update=replaced), step

@@ -11,9 +11,8 @@ import os
 from collections.abc import Iterator, Sequence
 from importlib.machinery import PathFinder
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from burnish.config.frozen_models import FrozenModel
 from burnish.config.schema import (
     CriticConfig,
     DataConfig,
@@ -41,6 +40,9 @@ from burnish.files.safetensors import ADAPTER_CONFIG
 from burnish.files.urls import is_url
 from burnish.functions import no_function
 from burnish.method import Method
+
+if TYPE_CHECKING:
+    from burnish.config.frozen_models import FrozenModel
 
 _CONFIG = "config.json"
 _QUANTIZATION = "quantization_config"

@@ -16,7 +16,6 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 from burnish.boxes.shards import ShardSource, renamed
 from burnish.checkpoint.save import ModelContents
 from burnish.config.environment import EnvironmentConfig
-from burnish.config.frozen_models import FrozenModel
 from burnish.config.schema import (
     DataConfig,
     EngineConfig,
@@ -62,6 +61,7 @@ from burnish.runs.verify_inputs import Intact
 from burnish.tracking.progress import Progress
 
 if TYPE_CHECKING:
+    from burnish.config.frozen_models import FrozenModel
     from burnish.data.examples import ExampleDataset
     from burnish.data.streaming import Stream
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 
 from burnish.config.algorithm import AlgorithmConfig
 from burnish.config.environment import EnvironmentConfig
-from burnish.config.frozen_models import FrozenModel
 from burnish.config.schema import (
     BatchConfig,
     CheckpointConfig,
@@ -98,7 +97,10 @@ def summary(
             text, *_ = _data(data.validation, "data.validation")
         rows.append(("validate on", text))
     rows += method.facts(config)
-    rows += _frozen(method.frozen(config), rows)
+    if beside := [*method.frozen(config)]:
+        from burnish.config.frozen_models import frozen_rows
+
+        rows += frozen_rows(beside, rows)
     budget = config.batch.tokens_per_device
     rows.append(("micro-batch", f"at most {budget} tokens on each device"))
     if method.trains:
@@ -120,17 +122,6 @@ def summary(
         named = _BRIEF if method.trains else (*_BRIEF, *_OF_MEASUREMENTS)
         rows = [row for row in rows if row[0] in named]
     return "\n".join(f"  {line}" for line in table(rows))
-
-
-def _frozen(models: Iterable[FrozenModel], rows: Sequence[Row]) -> Iterator[Row]:
-    """Yield the frozen models that no row names yet, by role."""
-    told = {word.strip(",") for _, text in rows for word in text.split()}
-    by_role: dict[str, list[str]] = {}
-    for model in models:
-        if model.path not in told:
-            by_role.setdefault(model.role, []).append(model.path)
-    for role, paths in by_role.items():
-        yield role, ", ".join(paths)
 
 
 def _steps(rows: int, taken: int, epochs: int, stays_in_epoch: bool) -> int:

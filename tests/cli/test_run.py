@@ -410,9 +410,9 @@ def test_each_command_starts_its_trainer(
         ("methods.parts.offline_training.train", METHODS["sft"], config),
         ("methods.parts.online_training.train", METHODS["rl"], config),
     ]
-    (_, evaluated, *_, run_dir, _) = started[2]
+    (_, evaluated, *_, run_dir, _, _) = started[2]
     assert (evaluated, run_dir) == (config, None)
-    (_, evaluated, *_, run_dir, _) = started[3]
+    (_, evaluated, *_, run_dir, _, _) = started[3]
     assert isinstance(evaluated, RunConfig)
     assert run_dir == directory
     caplog.clear()

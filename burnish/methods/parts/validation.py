@@ -46,7 +46,7 @@ from burnish.rewards.builtin import extract_answer
 from burnish.rewards.overview import rollout_stats
 from burnish.runs.download_inputs import local_inputs
 from burnish.runs.frozen_engines import load_beside
-from burnish.runs.hub_revisions import newest_model
+from burnish.runs.models_of_runs import newest_model
 from burnish.runs.rollout_transfer import arriving
 from burnish.runs.run import Validation
 from burnish.runs.setup import (
@@ -262,11 +262,11 @@ class MethodOfExamples(Protocol):
 
 
 def evaluate(
-    method: Method,
     config: RunConfig,
     layout: Layout,
     device: torch.device,
     run_dir: Path | None,
+    method: Method,
     of_examples: MethodOfExamples,
 ) -> dict[str, float]:
     """Validate a model, that of the newest step of `run_dir` if given. Collective.
