@@ -1,6 +1,6 @@
 """Write the tables of docs/guides/recipes.md: for each machine and model the settings that the planner finds.
 
-    python scripts/recipes.py [--check]
+    PYTHONPATH=. python scripts/recipes.py [--check]
 
 The models' sizes stand below, so nothing is downloaded. `--check` changes nothing, and fails if the page has other tables.
 """
@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from bench.planning_cases import SHAPES
 from burnish.config.load import read_config
 from burnish.families import ModelShape
 from burnish.methods.table import METHODS
@@ -47,19 +48,7 @@ MODELS: dict[str, dict[str, Any]] = {
     }
     for name, sizes in _SIZES.items()
 }
-MODELS["30B-A3B"] = {
-    "model_type": "qwen3_moe",
-    "vocab_size": 151936,
-    "hidden_size": 2048,
-    "intermediate_size": 6144,
-    "moe_intermediate_size": 768,
-    "num_experts": 128,
-    "num_experts_per_tok": 8,
-    "num_hidden_layers": 48,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 4,
-    "head_dim": 128,
-}
+MODELS["30B-A3B"] = {"model_type": "qwen3_moe", **SHAPES["Qwen3-30B-A3B"]}
 """By name after Qwen/Qwen3-, the fields of its config.json that say its size."""
 SAVERS: dict[str, Sequence[Sequence[str]]] = {
     "sft": (
