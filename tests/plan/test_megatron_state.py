@@ -92,8 +92,9 @@ def cases_of(kind: str) -> list[Case]:
 
 
 @pytest.mark.nightly
-def test_state_is_what_the_engine_holds() -> None:
-    cases = [case for kind in TYPES for case in cases_of(kind)]
+@pytest.mark.parametrize("kind", TYPES)
+def test_state_is_what_the_engine_holds(kind: str) -> None:
+    cases = cases_of(kind)
     wrong = []
     for case, *held in zip(cases, *run_ranks(held_rank, 2, cases), strict=True):
         parts = planned(*case)
