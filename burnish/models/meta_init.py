@@ -72,6 +72,10 @@ def build_on_meta(hf_config: PretrainedConfig) -> PreTrainedModel:
     model.config._attn_implementation = IMPLEMENTATION  # read by every layer at every call
     fuse(model)
     pack_mixers(model)
+    if any(hasattr(module, "is_transposed") for module in model.modules()):
+        from burnish.models.kernels.expert_rows import use_unsorted_experts
+
+        use_unsorted_experts(model)
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0

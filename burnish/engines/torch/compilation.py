@@ -16,19 +16,19 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from burnish.distributed.device import uncompiled
 from burnish.errors import refusing
+from burnish.models.kernels.expert_rows import UNSORTED, unsorted_experts
 
-_GROUPED = "grouped_mm"
 # The name under which transformers finds our uncompiled function for experts.
 _UNCOMPILED = "burnish_uncompiled"
 
-ALL_EXPERTS_FUNCTIONS.register(_UNCOMPILED, uncompiled(ALL_EXPERTS_FUNCTIONS[_GROUPED]))
+ALL_EXPERTS_FUNCTIONS.register(_UNCOMPILED, uncompiled(unsorted_experts))
 
 
 def compile_layers(model: PreTrainedModel, layers: Iterable[nn.Module]) -> None:
     """Have `layers` of `model` compiled at their first call. Raises `UsageError` without a C++ compiler."""
     _require_compiler()
     config = model.config.get_text_config()
-    if config._experts_implementation == _GROUPED:
+    if config._experts_implementation == UNSORTED:
         config._experts_implementation = _UNCOMPILED
     # Routers may get hooks after their layer was compiled without. So compiled code must check for hooks.
     torch._dynamo.config.skip_nnmodule_hook_guards = False

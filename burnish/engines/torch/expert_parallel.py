@@ -25,6 +25,7 @@ from torch.nn import functional
 from burnish.distributed.device import uncompiled
 from burnish.distributed.tensor_collectives import exchange_rows
 from burnish.errors import IncompatibleError, few
+from burnish.models.kernels.expert_rows import RowOrder, has_experts
 from burnish.models.lora.adapter_config import plain_names
 from burnish.models.parts import ShardRule, keep_parts
 
@@ -97,7 +98,7 @@ def gather_ahead(layers: Sequence[nn.Module], experts: Sequence[nn.Module]) -> N
 def _experts_in(model: nn.Module) -> Iterator[tuple[str, Any]]:
     """Yield name and module of the experts of every layer, as `transformers.integrations.moe` marks them."""
     for name, module in model.named_modules():
-        if hasattr(module, "is_transposed"):
+        if has_experts(module):
             yield name, module
 
 
@@ -105,10 +106,7 @@ def _experts_in(model: nn.Module) -> Iterator[tuple[str, Any]]:
 class _Sent:
     """Where one pass sent its rows. T tokens go to k experts each."""
 
-    inverse: Tensor
-    """[T k]: by token and choice, the row in the order of experts."""
-    order: Tensor
-    """[T k]: the inverse permutation of `inverse`."""
+    order: RowOrder
     weights: Tensor
     """[T, k]"""
     there: list[int]
@@ -131,23 +129,17 @@ class _Exchange:
         """Replace tokens [T, H], their experts [T, k] and weights [T, k] by rows of this rank's experts, each with one expert and weight 1."""
         given = [*args, *options.values()]
         hidden, chosen, weights = given
-        choices = chosen.shape[1]
+        order = RowOrder(chosen)
         ranks = self._group.size()
         of_rank = _innermost(experts).num_experts
-        numbers, order = chosen.flatten().sort(stable=True)
-        # Not bincount, for which the host waits.
-        experts_of_all = torch.arange(ranks * of_rank, device=numbers.device, dtype=numbers.dtype)
-        ends = torch.searchsorted(numbers, experts_of_all, right=True)
+        ends = order.ends(ranks * of_rank)
         leaving = ends.diff(prepend=ends.new_zeros(1))
         coming = torch.empty_like(leaving)
         dist.all_to_all_single(coming, leaving, group=self._group)
         by_rank = torch.stack([leaving, coming]).view(2, ranks, of_rank).sum(2)
         there, here = by_rank.tolist()  # here the host waits for the device
-        inverse = torch.empty_like(order)
-        inverse[order] = torch.arange(len(order), device=order.device)
-        self._sent = _Sent(inverse, order, weights, there, here)
-        rows = _Spread.apply(hidden, order, inverse, choices)  # type: ignore[no-untyped-call]
-        rows = exchange_rows(rows, there, here, self._group)
+        self._sent = _Sent(order, weights, there, here)
+        rows = exchange_rows(order.spread(hidden), there, here, self._group)
         own = torch.arange(of_rank, device=coming.device).repeat(ranks)
         own = own.repeat_interleave(coming, output_size=sum(here))
         if not sum(here):
@@ -163,40 +155,10 @@ class _Exchange:
         assert sent is not None
         self._sent = None
         rows = exchange_rows(output[: sum(sent.here)], sent.here, sent.there, self._group)
-        outputs = _Reordered.apply(rows, sent.inverse, sent.order)  # type: ignore[no-untyped-call]
-        weighted = outputs.view(*sent.weights.shape, -1) * sent.weights[..., None]
-        return weighted.sum(1).to(output.dtype)
+        return sent.order.weighted(rows, sent.weights).to(output.dtype)
 
 
 def _innermost(module: Any) -> Any:
     while hasattr(module, "base_layer"):
         module = module.base_layer
     return module
-
-
-class _Spread(torch.autograd.Function):
-    """Return rows [T k, H] in an order of choices from those [T, H] of tokens. Backward gathers and sums, without sorting."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, order: Tensor, inverse: Tensor, choices: int) -> Tensor:
-        ctx.save_for_backward(inverse)
-        ctx.choices = choices
-        return rows.index_select(0, order // choices)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
-        by_choice = gradients[0].index_select(0, ctx.saved_tensors[0])
-        return by_choice.view(-1, ctx.choices, by_choice.shape[1]).sum(1), None, None, None
-
-
-class _Reordered(torch.autograd.Function):
-    """Return rows in an order, of which `inverse` is the inverse permutation."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
-        ctx.save_for_backward(inverse)
-        return rows.index_select(0, order)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        return gradients[0].index_select(0, ctx.saved_tensors[0]), None, None

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from burnish.distributed.device import uncompiled
+from burnish.models.kernels.expert_rows import RowOrder
 from burnish.models.lora.adapter_config import ADAPTER_NAME
 
 _RANK_MULTIPLE = 8
@@ -83,10 +84,8 @@ def _adapted(
     chosen: Tensor,
     weights: Tensor,
 ) -> Tensor:
-    ranked, order = chosen.flatten().sort(stable=True)
-    numbers = torch.arange(experts.num_experts, device=ranked.device, dtype=ranked.dtype)
-    # Rows are sorted by expert; those of expert e end at ends[e].
-    ends = torch.searchsorted(ranked, numbers, right=True, out_int32=True)
+    order = RowOrder(chosen)
+    ends = order.ends(experts.num_experts)
 
     def product(rows: Tensor, name: str) -> Tensor:
         result = functional.grouped_mm(rows, getattr(experts, name).transpose(1, 2), offs=ends)
@@ -97,7 +96,5 @@ def _adapted(
         added = functional.grouped_mm(narrow, b, offs=ends)
         return torch.add(result, added, alpha=scale)
 
-    inner = experts._apply_gate(product(hidden[order // chosen.shape[1]], "gate_up_proj"))
-    outputs = product(inner, "down_proj") * weights.flatten()[order, None]
-    # Gather and sum, because concurrent additions in place would run in any order.
-    return outputs[order.argsort()].view(*chosen.shape, -1).sum(1).to(hidden.dtype)
+    inner = experts._apply_gate(product(order.spread(hidden), "gate_up_proj"))
+    return order.weighted(product(inner, "down_proj"), weights).to(hidden.dtype)
