@@ -39,10 +39,12 @@ MEMBERS: Mapping[str, Sequence[str]] = {
     "vllm.model_executor.models.registry:_ModelRegistry": ["get_supported_archs"],
     "vllm.model_executor.models.utils:WeightsMapper": ["get_rename_mapper", "get_unstacked_mapper"],
     "vllm.platforms.interface:Platform": ["device_type", "is_cpu"],
+    "vllm.usage.usage_lib:UsageContext": ["LLM_CLASS"],
     "vllm.v1.engine.output_processor:OutputProcessor": ["external_req_ids", "request_states"],
     "vllm.v1.engine.output_processor:RequestState": ["routed_experts_chunks"],
     "vllm.v1.sample.logits_processor:LogitsProcessor": ["is_argmax_invariant", "update_state", "apply"],
-    "vllm.v1.worker.gpu.sample.logits_processor:LogitsContext": ["idx_mapping", "idx_mapping_np", "pos"],
+    "vllm.v1.worker.gpu.buffer_utils:UvaBackedTensor": ["np"],
+    "vllm.v1.worker.gpu.sample.logits_processor:LogitsContext": ["idx_mapping_np", "pos"],
     "vllm.v1.worker.gpu.sample.logits_processor:LogitsProcessor": ["add_request", "apply"],
     "vllm.v1.worker.gpu.sample.logits_processor:LogitsProcRequestState": ["max_num_reqs", "prompt_len"],
 }  # fmt: skip
@@ -167,6 +169,19 @@ class Wheel:
             return inside[1] if inside else text
         return text
 
+    def budgets(self) -> list[str]:
+        """Return the tokens in a step of `LLM`: on three sizes of GPUs, then on other devices."""
+        found = self.member("vllm", "EngineArgs", "get_batch_defaults")
+        made = [each for each in ast.walk(found) if isinstance(each, ast.Assign)] if found else []
+        return [
+            ast.unparse(value)
+            for node in sorted(made, key=lambda each: each.lineno)
+            if _targets(node) == ["default_max_num_batched_tokens"]
+            and isinstance(node.value, ast.Dict)
+            for key, value in zip(node.value.keys, node.value.values, strict=True)
+            if key is not None and ast.unparse(key) == "UsageContext.LLM_CLASS"
+        ]
+
     def v2_takes_processors(self) -> bool:
         """Return whether model runner V2 accepts a logits processor of others."""
         found = self.member(
@@ -252,6 +267,7 @@ def facts_of(wheel: Wheel) -> dict[str, Any]:
     return {
         "torch": wheel.torch,
         "v2_takes_processors": wheel.v2_takes_processors(),
+        "budgets": wheel.budgets(),
         "names": dict(sorted(names.items())),
         "parameters": dict(sorted(parameters.items())),
     }

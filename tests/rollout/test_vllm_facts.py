@@ -106,6 +106,7 @@ def test_every_argument_is_taken(version: str) -> None:
     for source, function, place in (
         ("logits_processor_v1", "SamplingParams", "vllm:SamplingParams"),
         ("vllm_worker", "LoRAModel.from_lora_tensors", "vllm.lora.lora_model:LoRAModel.from_lora_tensors"),
+        ("vllm_generator", "vllm.EngineArgs(**options).create_engine_config", "vllm:EngineArgs.create_engine_config"),
         ("vllm_generator", "vllm.LLMEngine.from_vllm_config", f"{engine}.from_vllm_config"),
         *(
             ("vllm_generator", f"self._engine.{name}", f"{engine}.{name}")
@@ -144,6 +145,18 @@ def engine_options(tree: ast.AST) -> set[str]:
 def test_defaults_are_those_that_we_rely_on(version: str, place: str) -> None:
     found = FACTS[version]["parameters"][place]
     assert {name: found[name] for name in RELIED[place]} == RELIED[place]
+
+
+@pytest.mark.parametrize("version", FACTS)
+def test_steps_on_gpus_have_thousands_of_tokens(version: str) -> None:
+    """By `UsageContext.LLM_CLASS`, as the source asks for; else a step has 2,048 tokens."""
+    *_, call = [
+        each
+        for each in ast.walk(dict(trees())["vllm_generator"])
+        if isinstance(each, ast.Call) and ast.unparse(each.func).endswith(".create_engine_config")
+    ]
+    assert [ast.unparse(each.value) for each in call.keywords] == ["UsageContext.LLM_CLASS"]
+    assert all(int(tokens) >= 8192 for tokens in FACTS[version]["budgets"][:3])
 
 
 @pytest.mark.parametrize("version", FACTS)

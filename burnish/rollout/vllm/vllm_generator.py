@@ -116,6 +116,8 @@ class VllmGenerator(EngineGenerator):
             specs = [TensorSpec(weight.name, weight.shape, dtype) for weight in adapter.weights]
             self._factors = {spec.name: spec for spec in specs}
             self._scale = adapter.scale
+        from vllm.usage.usage_lib import UsageContext
+
         from burnish.rollout.vllm import logits_processor_v1, vllm_worker
 
         self._draws: Any = logits_processor_v1
@@ -150,7 +152,10 @@ class VllmGenerator(EngineGenerator):
                 options |= {"enable_lora": True, "max_loras": 1, "lora_target_modules": targets}
                 options["max_lora_rank"] = next((r for r in _RANKS if r >= lora.rank), lora.rank)
             options["logits_processors"] = [PROCESSORS[0]]
-            engine = vllm.EngineArgs(**options).create_engine_config()
+            # By default a step has 2,048 tokens, as a server's; for `LLM` vLLM takes what fits the device.
+            engine = vllm.EngineArgs(**options).create_engine_config(
+                usage_context=UsageContext.LLM_CLASS
+            )
             set_processor(engine)
             self._engine: Any = vllm.LLMEngine.from_vllm_config(engine, disable_log_stats=True)
             if experts and device.type == "cpu":
