@@ -86,6 +86,7 @@ OPTIONS = (
     "burnish.models.kernels.sink_attention",
     "burnish.models.kernels.span_attention",
     "burnish.models.kernels.triton_decoding",
+    "burnish.models.kernels.triton_draws",
     "burnish.models.kernels.triton_logprobs",
     "burnish.models.kernels.ulysses",
     "burnish.models.lora",

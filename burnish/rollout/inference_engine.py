@@ -52,13 +52,14 @@ def draw_groups(
 ) -> None:
     """Draw a token per row of `logits` [n, V] fp32; `leave` overwrites the rows in place.
 
-    `groups` are samplings and their rows. `keys` and `counts` [n] are as for `uniforms`.
+    `groups` are samplings and their rows, perhaps on the CPU. `keys` and `counts` [n] are as for `uniforms`.
     """
     numbers = uniforms(keys, counts)
     for sampling, rows in groups:
         if len(rows) == len(logits):
             leave(logits, draw(logits, sampling, numbers))
         else:
+            rows = rows.to(logits.device)
             part = logits[rows]
             leave(part, draw(part, sampling, numbers[rows.to(numbers.device)]))
             logits[rows] = part

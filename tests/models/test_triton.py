@@ -12,8 +12,10 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from torch.nn import functional
 
 pytestmark = [
     pytest.mark.nightly,
@@ -21,9 +23,11 @@ pytestmark = [
 ]
 ARCHITECTURES = (80, 90, 100, 120)
 MOST_REGISTERS = 64
+# A program of 256 threads has a whole row's sums.
+MOST_OF_DRAWS = 160
 
 
-@pytest.mark.parametrize("kernel", ["logprobs", "sums", "decoding"])
+@pytest.mark.parametrize("kernel", ["logprobs", "sums", "decoding", "draws"])
 def test_they_are_right_in_the_interpreter(kernel):
     env = {**os.environ, "TRITON_INTERPRET": "1"}
     subprocess.run([sys.executable, __file__, kernel], env=env, check=True)
@@ -107,6 +111,32 @@ def interpret_decoding():
         torch.testing.assert_close(silu_gate(joined), torch.nn.functional.silu(gate) * up)
 
 
+def interpret_draws():
+    """Numbers, tokens and totals have the bits of torch's operations on the CPU."""
+    from burnish.models.kernels import triton_draws
+    from burnish.rollout.builtin import sampling
+
+    rng, width = np.random.default_rng(0), sampling._BLOCK
+    integers = torch.from_numpy(rng.integers(-(2**63), 2**63, 300))
+    counts = torch.arange(300) * 7
+    numbers = sampling.uniforms(integers, counts)
+    assert torch.equal(triton_draws.uniform_numbers(integers, counts), numbers)
+    for words, spread in ((151_936, 1), (50_257, 3), (97, 2), (64, 1), (5, 9)):
+        masses = (spread * torch.from_numpy(rng.normal(size=(8, words)))).float()
+        masses = (masses - masses.amax(-1, keepdim=True)).exp_()
+        masses[2:] *= masses[2:] >= masses[2:].median(-1, keepdim=True).values
+        masses[5:6, 1:-1] = 0
+        masses[7, words // 2] = torch.nan
+        goals = numbers[:8].clone()
+        goals[:2] = torch.tensor([0, 1 - 2.0**-53])
+        goals[4] = 1 - 2.0**-53
+        wanted = sampling._invert(masses, goals)
+        blocks = functional.pad(masses, (0, -words % width)).view(8, -1, width)
+        found = triton_draws.invert(masses, blocks.sum(-1), goals, width)
+        assert torch.equal(found[0], wanted[0])
+        torch.testing.assert_close(found[1], wanted[1], rtol=0, atol=0, equal_nan=True)
+
+
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("element", ["bf16", "fp32"])
 def test_they_compile_to_few_registers_and_wide_loads(architecture, element, tmp_path):
@@ -114,7 +144,12 @@ def test_they_compile_to_few_registers_and_wide_loads(architecture, element, tmp
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from burnish.models.kernels import triton_decoding, triton_logprobs, triton_sums
+    from burnish.models.kernels import (
+        triton_decoding,
+        triton_draws,
+        triton_logprobs,
+        triton_sums,
+    )
 
     values, indices, sums = f"*{element}", "*i64", "*fp32"
     numbers = {"rows": "i32", "scale": "fp32", "bound": "fp32"}
@@ -164,6 +199,28 @@ def test_they_compile_to_few_registers_and_wide_loads(architecture, element, tmp
             {"num_warps": 1, "enable_fp_fusion": True},
         ),
     ]
+    kernels += [
+        (
+            triton_draws._uniforms_kernel,
+            {"keys": indices, "counts": indices, "numbers": "*fp64", "size": "i32"},
+            {"block": triton_draws._KEYS},
+            {"enable_fp_fusion": False},
+        ),
+        (
+            triton_draws._invert_kernel,
+            {
+                "masses": sums,
+                "sums": sums,
+                "numbers": "*fp64",
+                "tokens": indices,
+                "logs": sums,
+                "words": "i32",
+                "blocks": "i32",
+            },
+            {"size": 64, "most": 4096},
+            {"num_warps": triton_draws._WARPS, "enable_fp_fusion": False},
+        ),
+    ]
     for kernel, signature, constants, how in kernels:
         names = kernel.arg_names
         types = {name: signature.get(name, "constexpr") for name in names}
@@ -180,10 +237,11 @@ def test_they_compile_to_few_registers_and_wide_loads(architecture, element, tmp
             [cuobjdump(), "--dump-resource-usage", file], capture_output=True, text=True, check=True
         ).stdout
         [registers] = map(int, re.findall(r"REG:(\d+)", used))
-        assert registers <= MOST_REGISTERS
+        draws = kernel.fn.__module__ == triton_draws.__name__
+        assert registers <= (MOST_OF_DRAWS if draws else MOST_REGISTERS)
         assert re.findall(r"STACK:(\d+)", used) == ["0"]
-        # A head is narrow: two elements for each thread.
-        is_narrow = kernel is triton_decoding._rotate_kernel
+        # A head is narrow: two elements for each thread. A draw reads few numbers.
+        is_narrow = draws or kernel is triton_decoding._rotate_kernel
         assert is_narrow or re.search(r"ld\.global\S*\.v[248]\.", compiled.asm["ptx"])
 
 
@@ -198,5 +256,6 @@ if __name__ == "__main__":
         "logprobs": interpret_logprobs,
         "sums": interpret_sums,
         "decoding": interpret_decoding,
+        "draws": interpret_draws,
     }
     interpret[sys.argv[1]]()

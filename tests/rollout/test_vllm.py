@@ -469,7 +469,7 @@ def test_the_processor_for_runner_v2_draws_the_same() -> None:
     from burnish.rollout.vllm import logits_processor_v1, logits_processor_v2
 
     prompts, slots = torch.tensor([0, 7, 0, 3, 9]), np.array([3, 1, 4])
-    states = SimpleNamespace(max_num_reqs=5, prompt_len=SimpleNamespace(gpu=prompts))
+    states = SimpleNamespace(max_num_reqs=5, prompt_len=SimpleNamespace(np=prompts.numpy()))
     processor = logits_processor_v2.SlotDrawingProcessor(None, states)
     samplings = [Sampling(8), Sampling(8, temperature=0.0), Sampling(8, top_k=4)]
     before = (2, 0, 3)
@@ -481,9 +481,7 @@ def test_the_processor_for_runner_v2_draws_the_same() -> None:
             ),
         )
     drawn = torch.tensor([0, 5, 2])
-    context = SimpleNamespace(
-        idx_mapping=torch.from_numpy(slots), idx_mapping_np=slots, pos=prompts[slots] + drawn - 1
-    )
+    context = SimpleNamespace(idx_mapping_np=slots, pos=prompts[slots] + drawn - 1)
     logits = torch.randn(3, 97)
     left = processor.apply(logits.clone(), context)
     for row, sampling in enumerate(samplings):

@@ -10,14 +10,14 @@ inverts the distribution function in order of ids. Masses are fp32, running sums
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from burnish.distributed.device import has_fp64
+from burnish.distributed.device import compiles_triton, has_fp64
 from burnish.records.seeds import derive_seed
 from burnish.rollout.base import Sampling
 
@@ -98,7 +98,10 @@ def _invert(masses: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
     padding = -masses.shape[-1] % _BLOCK
     padded = functional.pad(masses, (0, padding)) if padding else masses
     blocks = padded.view(len(masses), -1, _BLOCK)
-    sums = blocks.sum(dim=-1).to(sum_device).double()
+    block_sums = blocks.sum(dim=-1)
+    if compiles_triton(device):
+        return _kernels().invert(masses, block_sums, uniforms, _BLOCK)
+    sums = block_sums.to(sum_device).double()
     upto = sums.cumsum(dim=-1)
     goal = uniforms[:, None] * upto[:, -1:]
     block = _first_above(upto, goal)
@@ -131,11 +134,19 @@ def uniforms(keys: Tensor, counts: Tensor) -> Tensor:
         cpu = torch.device("cpu")
         keys = keys.to(cpu)
         counts = counts.to(cpu)
+    if compiles_triton(keys.device):
+        return _kernels().uniform_numbers(keys, counts)
     z = keys + (counts + 1) * _GAMMA
     z = (z ^ _shifted(z, 30)) * _MIX_1
     z = (z ^ _shifted(z, 27)) * _MIX_2
     z = z ^ _shifted(z, 31)
     return _shifted(z, 11).double() * 2.0**-53
+
+
+def _kernels() -> Any:
+    from burnish.models.kernels import triton_draws
+
+    return triton_draws
 
 
 def _shifted(z: Tensor, bits: int) -> Tensor:

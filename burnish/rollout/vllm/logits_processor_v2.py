@@ -45,17 +45,13 @@ class SlotDrawingProcessor(LogitsProcessor):
     def apply(self, logits: Tensor, ctx: LogitsContext) -> Tensor:
         """Draw a token for every row; `ctx.pos` is the position of the token before it."""
         slots = ctx.idx_mapping_np
-        device = logits.device
         kinds = self._kinds[slots]
         groups = [
-            (self._samplings[kind], _on(np.flatnonzero(kinds == kind), device))
+            (self._samplings[kind], torch.from_numpy(np.flatnonzero(kinds == kind)))
             for kind in np.unique(kinds[kinds >= 0])
         ]
-        prompts = self._states.prompt_len.gpu[ctx.idx_mapping]
-        counts = (ctx.pos + 1 - prompts).long() + _on(self._drawn[slots], device)
-        draw_groups(logits, groups, _on(self._keys[slots], device), counts, leave_two)
+        before = self._drawn[slots] - self._states.prompt_len.np[slots] + 1
+        settled = torch.from_numpy(np.stack((self._keys[slots], before)))
+        keys, offsets = settled.to(logits.device, non_blocking=True)
+        draw_groups(logits, groups, keys, ctx.pos + offsets, leave_two)
         return logits
-
-
-def _on(values: np.ndarray[Any, Any], device: torch.device) -> Tensor:
-    return torch.from_numpy(values).to(device, non_blocking=True)
