@@ -1,10 +1,11 @@
 """Generators inside the trainer, in a process beside it, and in `burnish serve`.
 
-    python -m bench.rollout [--json] [--rounds N] [--cases tokens update weights ahead]
+    python -m bench.rollout [--json] [--rounds N] [--cases tokens vllm update weights ahead]
 
 All processes have one thread and compute in fp32 on the CPU. vLLM takes part if it is installed.
 
 - `tokens`: 16 prompts of 24 tokens, 8 samples of each, 64 tokens each, 5 M parameters; beside Hugging Face `generate`.
+- `vllm`: the same completions from vLLM in a process beside the trainer, and from vLLM alone with draws of its own and their log-probs.
 - `update`: the weights of a model of 350 MB, beside a copy of the tensors within this process, and vLLM's own `reload_weights`.
 - `weights`: the same weights to a process beside the trainer, through memory that both map, and through a socket as to another machine.
 - `ahead`: `burnish rl` with `rollout.place: child`, `rollout.ahead` 0 and 1, in turns. `SLOTS` is chosen so that generating
@@ -90,12 +91,15 @@ def world(size: str) -> Iterator[Path]:
 
 
 @contextmanager
-def generators(directory: Path) -> Iterator[dict[str, Generator]]:
+def generators(
+    directory: Path, places: Sequence[str] = tuple(PLACES)
+) -> Iterator[dict[str, Generator]]:
     """Yield the generator of each place, without weights."""
     file = str(directory / "config.yaml")
     with ExitStack() as stack:
         made: dict[str, Generator] = {}
-        for name, (engine, place) in PLACES.items():
+        for name in places:
+            engine, place = PLACES[name]
             if engine == "vllm" and find_spec("vllm") is None:
                 continue
             settings = [f"name={engine}", f"rollout.engine={engine}", f"rollout.place={place}"]
@@ -171,6 +175,34 @@ def tokens(rounds: int) -> list[Result]:
         )
         for name in made
     ]
+
+
+def vllm(rounds: int) -> list[Result]:
+    """Measure tokens per second of vLLM with Burnish's draws, and of vLLM alone."""
+    settings = {"model": model_config("5m")}
+    with (
+        world("5m") as directory,
+        generators(directory, ["vLLM child"]) as made,
+        Peer(None, "bench.rollout_vllm", settings, 1) as peer,
+    ):
+        model = fresh_model(directory)
+        rng = np.random.default_rng(0)
+        prompts = rng.integers(100, model.config.vocab_size, size=(PROMPTS, PROMPT_LENGTH))
+        requests = [Request(i, prompt, SAMPLES) for i, prompt in enumerate(prompts)]
+        question = {"prompts": prompts.tolist(), "samples": SAMPLES, "tokens": TOKENS}
+        generator = made["vLLM child"]
+        generator.load_weights(Publication(model_shards(model)), 0)
+        counts = {"alone": PROMPTS * SAMPLES * TOKENS}
+
+        def ours() -> None:
+            groups = generator.generate(requests, Sampling(TOKENS))
+            counts["ours"] = sum(len(each.token_ids) for group in groups for each in group)
+
+        seconds = interleaved({"ours": ours, "alone": partial(peer.ask, question)}, rounds)
+    each = {name: [s / counts[name] for s in times] for name, times in seconds.items()}
+    speed = {name: 1 / median(times) for name, times in each.items()}
+    found = ratio(each["alone"], each["ours"])
+    return [Result("rollout/vllm", speed["ours"], speed["alone"], None, "tokens/s", found, 0.9)]
 
 
 def update(rounds: int) -> list[Result]:
@@ -271,7 +303,7 @@ def run(directory: Path, name: str, k: int) -> list[dict[str, Any]]:
     return [row for row in rows if "timing_s/step" in row][2:-2]
 
 
-CASES = {"tokens": tokens, "update": update, "weights": weights, "ahead": ahead}
+CASES = {"tokens": tokens, "vllm": vllm, "update": update, "weights": weights, "ahead": ahead}
 
 
 def main() -> None:

@@ -1,6 +1,7 @@
-"""The limit of `bench.rollout`'s update with vLLM: its own `reload_weights`, from memory. Runs in its own process.
+"""vLLM alone, for `bench.rollout`: its `reload_weights` from memory, and its `generate`. Runs in its own process.
 
-Settings: `model`, the content of a config.json. Each question causes a reload. An answer has `seconds`.
+Settings: `model`, the content of a config.json. A question with `prompts`, `samples` and `tokens` causes completions of so many tokens, another
+one a reload. An answer has `seconds`.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ os.environ |= {
 
 def main() -> None:
     settings = TURNS.next()
-    from vllm import LLM
+    from vllm import LLM, SamplingParams
 
     fields: dict[str, Any] = dict(settings["model"])
     config = AutoConfig.for_model(fields.pop("model_type"), **fields)
@@ -51,9 +52,21 @@ def main() -> None:
     weights = {name: tensor.detach() for name, tensor in model.named_parameters()}
     TURNS.answer()
     while True:
-        TURNS.next()
+        question = TURNS.next()
         start = time.perf_counter()
-        engine.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(weights.items())})
+        if "prompts" in question:
+            params = SamplingParams(
+                n=question["samples"],
+                max_tokens=question["tokens"],
+                logprobs=0,
+                ignore_eos=True,
+                detokenize=False,
+            )
+            prompts: Any = [{"prompt_token_ids": ids} for ids in question["prompts"]]
+            engine.generate(prompts, params, use_tqdm=False)
+        else:
+            again = {"weights_iterator": iter(weights.items())}
+            engine.collective_rpc("reload_weights", kwargs=again)
         TURNS.answer(seconds=time.perf_counter() - start)
 
 
