@@ -31,7 +31,7 @@ from burnish.rollout.builtin.kv_cache import PromptCache
 from burnish.rollout.builtin.paged_decoding import PagedDecoding, Pages, has_pages
 from burnish.rollout.running import StopRule
 
-MOST = (10, 90)
+MOST = (10, 50)
 """Kernels of a layer, and of the rest of a step, that it is to stay below."""
 _ROWS = 64
 _PROMPT = 300
@@ -54,18 +54,31 @@ class _Kernels:
     def silu_gate(joined: Tensor) -> Tensor:
         return joined.chunk(2, dim=-1)[0].neg()
 
+    @staticmethod
+    def uniform_numbers(keys: Tensor, counts: Tensor) -> Tensor:
+        return keys.to(torch.float64)
+
+    @staticmethod
+    def invert(masses: Tensor, sums: Tensor, numbers: Tensor, width: int) -> tuple[Tensor, Tensor]:
+        tokens = numbers.long()
+        return tokens, tokens.view(torch.float64)
+
 
 def count_step(size: str, layers: int) -> Counter[str]:
     """Count the kernels of a step of a model with so many layers."""
     hf = AutoConfig.for_model("qwen3", **{**SHAPES[size], "num_hidden_layers": layers})
     sampling = Sampling(64)
     pages = Pages(_ROWS, 512, 1 + 2 * _ROWS)
-    triton = mock.patch("burnish.rollout.builtin.paged_decoding.compiles_triton", _yes)
+    builtin = "burnish.rollout.builtin"
+    triton = mock.patch.multiple(f"{builtin}.paged_decoding", compiles_triton=_yes)
+    draws = mock.patch.multiple(
+        f"{builtin}.sampling", compiles_triton=_yes, _kernels=lambda: _Kernels
+    )
     steps = mock.patch(
         "burnish.rollout.builtin.fused_steps.FusedSteps", partial(FusedSteps, kernels=_Kernels)
     )
     norm = mock.patch("torch.nn.functional.rms_norm", lambda rows, *_: rows.neg())
-    with imagined_accelerator() as device, torch.no_grad(), triton, steps, norm:
+    with imagined_accelerator() as device, torch.no_grad(), triton, draws, steps, norm:
         model = InferenceModel(hf, device=device, dtype=torch.bfloat16)
         rule = StopRule(sampling, (), None)
         prompt = SlotPrompt(np.zeros(_PROMPT, np.int64), (0, 0))

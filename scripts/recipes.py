@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -106,9 +107,8 @@ def _quickest(
         planner = Planner(shape, config, METHODS[method], parse_devices(devices))
         plan = next(iter(planner.all_plans()), None)
         if plan is not None and plan.fits:
-            usual = Planner(shape, config, METHODS[method], parse_devices("1xH100")).as_configured()
-            default = usual[0].overrides() if usual[0] else []
-            own = [each for each in plan.overrides() if each not in default]
+            usual = replace(plan, engine=config.engine).overrides()
+            own = [each for each in plan.overrides() if each not in usual]
             return plan, planner.work.sequences * planner.work.length, [*saver, *own]
     return None
 

@@ -29,3 +29,16 @@ def test_micro_batches_launch_few_kernels_and_copy_and_wait_rarely():
         assert counts["copies"] <= 3
         # Which tokens have a gradient is read, because the head works only for them.
         assert counts["reads"] <= 1
+
+
+@pytest.mark.nightly
+def test_the_embeddings_and_the_output_layer_are_exchanged_apart():
+    """Before its first product, a rank waits for the embeddings and the first layer; after its last, for their gradients."""
+    command = [sys.executable, "-m", "bench.counting", "--json", "--size", "Qwen3-8B"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    table = 151936 * 4096
+    for counts in json.loads(done.stdout.splitlines()[-1]).values():
+        assert max(counts["before"]) == 2 * table
+        assert max(counts["after"]) == 4 * table
+        assert sum(counts["before"]) < 1.4 * 2 * table
+        assert sum(counts["after"]) < 1.4 * 4 * table

@@ -29,6 +29,7 @@ from support.models.engines import CPU, OPTIM, make_engine
 from support.models.tiny import VOCAB, WITH_STATE, save_tiny, tiny_config
 from support.ranks.processes import PATIENCE_SECONDS, run_ranks
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from burnish.config.schema import EngineConfig, LoraConfig
@@ -370,6 +371,26 @@ def test_what_tensor_parallelism_cannot_cut_is_refused_before_a_run(
     config = AutoConfig.for_model(family, **fields, **changes)
     with pytest.raises(IncompatibleError):
         require_fitting(config, EngineConfig(tensor_parallel=2))
+
+
+def rank_with_ends(layout: Layout, paths: Sequence[Path]) -> list[list[bool]]:
+    """Of each model, whether the embeddings and the output layer are sharded apart."""
+    apart = []
+    for path in paths:
+        engine = make_engine(layout, path)
+        model = engine._scorer.model
+        ends = (model.get_input_embeddings(), model.get_output_embeddings())
+        apart.append([isinstance(each, FSDPModule) for each in ends])
+        engine.close()
+    return apart
+
+
+def test_embeddings_and_output_layer_are_sharded_apart_unless_they_are_one(tmp_path: Path) -> None:
+    paths = [
+        save_tiny(tmp_path / str(tied), "qwen3", torch.float32, tie_word_embeddings=tied)
+        for tied in (False, True)
+    ]
+    assert run_ranks(rank_with_ends, 1, paths) == [[[True, True], [False, False]]]
 
 
 def test_a_family_without_a_plan_is_refused() -> None:

@@ -212,7 +212,8 @@ def test_streamed_kto_joins_what_a_step_has(work: Path, world: int) -> None:
     for found, wanted in zip(metrics(streamed), metrics(read), strict=True):
         for name in ("train/loss", "train/kl", "val/loss", "val/kl"):
             assert found.get(name) == pytest.approx(wanted.get(name), abs=1e-5), name
-    near(load_model(streamed, 2), load_model(read, 2), 1e-4)
+    # Two ranks add gradients up in another order, and AdamW's first steps divide by small ones.
+    near(load_model(streamed, 2), load_model(read, 2), 2e-5 if world == 1 else 3e-5)
 
 
 @pytest.mark.nightly

@@ -22,12 +22,13 @@ from burnish.checkpoint.write_plan import MAIN
 from burnish.config.schema import RunConfig
 from burnish.distributed.collectives import agree
 from burnish.distributed.layout import Layout
-from burnish.engines.base import Engine
+from burnish.engines.base import Engine, LossFn
 from burnish.methods.parts.generators import make_collector
 from burnish.methods.parts.guard import Guard
 from burnish.methods.parts.policy_update import CRITIC, PolicyUpdate, policy_stats
 from burnish.methods.parts.rollouts import GroupSampler, Judge, RolloutQueue
 from burnish.methods.rl import RL
+from burnish.records import Batch
 from burnish.runs.download_inputs import local_inputs
 from burnish.runs.model_card import model_card
 from burnish.runs.run import Run, Validation, counted
@@ -117,8 +118,6 @@ def train(method: RL, config: RunConfig, layout: Layout, device: torch.device) -
 
                 validate = prompt_validation(foundation, collector, held_out, queue.idle)
             bar.advance()
-        policy = update.engine
-        critic = update.critic
         with run.training(validate, queue):
             for step in run.steps():
                 learning = step >= waiting
@@ -142,18 +141,18 @@ def train(method: RL, config: RunConfig, layout: Layout, device: torch.device) -
                 count = sum(len(batch.microbatches) for batch in updates) if learning else None
                 with spans("update"), progress.phase("update", count) as bar:
                     for batch in updates:
-                        if critic is not None:
-                            stats = stats.merge(critic.update(batch, step))
+                        if update.critic is not None:
+                            stats = stats.merge(update.critic.update(batch, step))
                         if learning:
                             # A function of the step, with no state of its own: so it is right after any resume.
                             lr = learning_rate(step - waiting, total - waiting, config.optim)
                             seeded = replace(batch, seed=config.seed)
-                            learned = policy.forward_backward(seeded, counted(loss, bar))
-                            learned = learned.merge(policy.optim_step(lr))
-                            stats = stats.merge(policy_stats(learned))
+                            stats = stats.merge(
+                                _update_policy(update, seeded, counted(loss, bar), lr)
+                            )
                 if learning:
                     with spans("publish"):
-                        queue.publish(policy.published(), step + 1)
+                        queue.publish(update.engine.published(), step + 1)
                 if kl.target is not None:
                     stats = stats.merge(Stats({"actor/kl_coef": Max(torch.tensor(kl_coef))}))
                     kl_coef = adapted(kl_coef, credit.kl, int(learned_from.is_scored.sum()), kl)
@@ -168,6 +167,12 @@ def train(method: RL, config: RunConfig, layout: Layout, device: torch.device) -
                 )
         with agree(layout):
             collector.failures.require_answer()
+
+
+def _update_policy(update: PolicyUpdate, batch: Batch, loss: LossFn, lr: float) -> Stats:
+    """Compute gradients and step the policy; return the statistics. Collective."""
+    stats = update.engine.forward_backward(batch, loss)
+    return policy_stats(stats.merge(update.engine.optim_step(lr)))
 
 
 def _models(
