@@ -83,6 +83,7 @@ OPTIONS = (
     "burnish.models.composite",
     "burnish.models.kernels.expert_rows",
     "burnish.models.kernels.liger",
+    "burnish.models.kernels.mixers",
     "burnish.models.kernels.sink_attention",
     "burnish.models.kernels.span_attention",
     "burnish.models.kernels.triton_decoding",

@@ -26,7 +26,9 @@ class Passed:
     predictions: int = 0
     """Tokens through the output layer."""
     attended: tuple[int, ...] = ()
-    """For each sequence, the number of its leading tokens that went through attention."""
+    """Tokens of each sequence that attention saw."""
+    begun: tuple[int, ...] = ()
+    """How many of them had no queries here, because another sequence shares them; empty: none."""
 
     @classmethod
     def all_of(cls, lengths: Iterable[int]) -> Self:
@@ -39,6 +41,7 @@ class Passed:
             self.tokens + other.tokens,
             self.predictions + other.predictions,
             self.attended + other.attended,
+            self.begun + other.begun,
         )
 
 
@@ -71,7 +74,8 @@ class ModelFlops:
         costs = self.of_training(frozen=frozen)
         products = costs.per_token * passed.tokens
         products -= costs.head * (passed.tokens - passed.predictions)
-        return float(products + sum(costs._attention(length) for length in passed.attended))
+        products += sum(costs._attention(length) for length in passed.attended)
+        return float(products - sum(costs._attention(length) for length in passed.begun))
 
     def of_training(self, *, frozen: bool = False) -> Self:
         """Return the coefficients of `training`."""

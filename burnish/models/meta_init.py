@@ -33,7 +33,6 @@ from burnish.models.flops import ModelFlops
 from burnish.models.heads import has_value_head
 from burnish.models.kernels.attention import IMPLEMENTATION
 from burnish.models.kernels.fused import fuse
-from burnish.models.kernels.mixers import pack_mixers
 from burnish.models.names import is_matrix
 
 _SENSES = re.compile("vision|audio|image|speech|video|vq")
@@ -71,7 +70,10 @@ def build_on_meta(hf_config: PretrainedConfig) -> PreTrainedModel:
         model = plain_model(config)
     model.config._attn_implementation = IMPLEMENTATION  # read by every layer at every call
     fuse(model)
-    pack_mixers(model)
+    if any(isinstance(module, nn.Conv1d) for module in model.modules()):
+        from burnish.models.kernels.mixers import pack_mixers
+
+        pack_mixers(model)
     if any(hasattr(module, "is_transposed") for module in model.modules()):
         from burnish.models.kernels.expert_rows import use_unsorted_experts
 

@@ -1,7 +1,7 @@
 """Compute common beginnings of packed sequences once, and take rows of tensors.
 
 A hidden state depends only on the tokens up to it. So a micro-batch's sequences form a tree of
-prefixes (a trie), and each node is one row. Only attention goes through every sequence.
+prefixes (a trie), and each node is one row. Attention has one query for each row, and the keys of every sequence.
 
 On accelerators, the backward pass of torch's `index_select` adds up a row's gradients in any order.
 `RowMap` adds them in their own order, in fp32, so the sum is always the same.
@@ -48,8 +48,8 @@ class PrefixTree:
     """[C], the packed tokens that are computed, ascending."""
     rows: Indices
     """[T], the place of each packed token among the computed ones."""
-    leaves: tuple[int, ...]
-    """The sequences that are not the beginning of another sequence, in order."""
+    own: tuple[int, ...]
+    """How many of each sequence's last tokens are computed for it. None, if it is the beginning of another sequence."""
 
     @classmethod
     def of(cls, token_ids: Indices, lengths: Sequence[int]) -> PrefixTree:
@@ -58,20 +58,19 @@ class PrefixTree:
         sequences = np.split(token_ids, ends[:-1])
         keys = [sequence.astype(">i8").tobytes() for sequence in sequences]
         order = sorted(range(len(keys)), key=keys.__getitem__)
-        same = np.arange(len(token_ids))  # for each token, the first with the same prefix
-        leaves = set(order)
-        for earlier, later in pairwise(order):
+        same = np.arange(len(token_ids))  # for each token, the one that stands for it
+        own = list(lengths)
+        for later, earlier in pairwise(reversed(order)):  # a longer sequence before its beginning
             common = _common(sequences[earlier], sequences[later])
             begin = ends[earlier] - lengths[earlier]
             start = ends[later] - lengths[later]
-            same[start : start + common] = same[begin : begin + common]
-            if common == lengths[earlier]:
-                leaves.discard(earlier)
+            same[begin : begin + common] = same[start : start + common]
+            own[earlier] -= common
         computed, rows = np.unique(same, return_inverse=True)
         if (len(token_ids) - len(computed)) * _WORTHWHILE >= len(token_ids):
-            return cls(computed, rows, tuple(sorted(leaves)))
+            return cls(computed, rows, tuple(own))
         everything = np.arange(len(token_ids))
-        return cls(everything, everything, tuple(range(len(lengths))))
+        return cls(everything, everything, tuple(lengths))
 
 
 def _common(one: Indices, other: Indices) -> int:

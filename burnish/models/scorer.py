@@ -214,7 +214,7 @@ class ScoringPlan:
             tree=tree,
             lengths=tuple(lengths),
             deal=deal,
-            passed=Passed(len(tree.computed), len(predicted), packing.lengths),
+            passed=Passed(len(tree.computed), len(predicted), packing.lengths, packing.begun),
         )
         plan = plan_on_device(plan, device)
         return replace(plan, packing=attention_of_part(plan.packing, deal))

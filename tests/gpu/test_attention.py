@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from support.models.tiny import FAMILIES, MIXTURES, VOCAB, tiny_model
@@ -14,6 +15,8 @@ from burnish.models.kernels.attention import (
     Softmax,
     has_varlen_kernel,
 )
+from burnish.models.packing import PrefixTree
+from burnish.records import plan_on_device
 
 LENGTHS = (5, 64, 1, 30, 64, 100)
 
@@ -99,3 +102,39 @@ def test_half_precision_equals_blocks_in_fp32(
     for half, exact in zip(*results, strict=True):
         # With a window of 1 the gradient of scores is 0, and in fp32 its rounding alone is left.
         assert (half.float() - exact).norm() <= 1e-2 * exact.norm() + 1e-4
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("window", [None, 9, 70])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("sinks", [False, True])
+def test_shared_rows_equal_whole_sequences(
+    window: int | None, dtype: torch.dtype, sinks: bool, device: torch.device
+) -> None:
+    """Three samples of a prompt, one of which is the beginning of another, beside a sequence of its own."""
+    ids = np.arange(1000)
+    prompt, answer = ids[:60], ids[100:170]
+    sequences = [[*prompt, *answer], [*prompt, *answer[:3]], ids[500:533], [*prompt, 7, 8]]
+    lengths = [len(each) for each in sequences]
+    tree = PrefixTree.of(np.concatenate(sequences), lengths)
+    assert tree.own == (130, 0, 33, 2)
+    shared = plan_on_device(PackedLayout.of_tree(tree, lengths, device), device)
+    whole = PackedLayout.of(lengths, device)
+    rows, computed = (torch.from_numpy(each).to(device) for each in (tree.rows, tree.computed))
+    draws = torch.Generator().manual_seed(0)
+    parts = [torch.randn(1, heads, len(computed), 32, generator=draws) for heads in (4, 2, 2)]
+    upstream = torch.randn(1, len(computed), 4, 32, generator=draws).to(device, dtype)
+    weights = [torch.randn(4, generator=draws).to(device, dtype)] if sinks else []
+    how = Softmax(0.2, window, None, *weights)
+    results = []
+    for layout in (shared, whole):
+        own = [part.to(device, dtype).requires_grad_() for part in parts]
+        if layout is whole:
+            output = layout.attend(0, [part[:, :, rows] for part in own], how)[:, computed]
+        else:
+            output = layout.attend(0, own, how)
+        (output * upstream).sum().backward()
+        results.append([output, *(part.grad for part in own)])
+    for ours, exact in zip(*results, strict=True):
+        bound = 1e-5 if dtype == torch.float32 else 1e-2
+        assert (ours - exact).float().norm() <= bound * exact.float().norm()

@@ -11,13 +11,14 @@ from burnish.models.kernels.attention import BlockPlan, Softmax
 HEADS, KV_HEADS, WIDTH = 4, 2, 8
 
 
-def one_by_one(query, key, value, lengths, scaling, window):
+def one_by_one(query, key, value, lengths, scaling, window, own=None):
     """Each sequence alone, with a mask that is written out."""
     outputs = []
-    for q, k, v in zip(*(rows.split(lengths) for rows in (query, key, value)), strict=True):
-        steps = torch.arange(len(q))
-        distance = steps[:, None] - steps[None, :]
-        mask = (distance >= 0) & (distance < (window or len(q)))
+    cut = query.split(own or lengths), key.split(lengths), value.split(lengths)
+    for q, k, v in zip(*cut, strict=True):
+        steps = torch.arange(len(k))
+        distance = steps[len(k) - len(q) :, None] - steps[None, :]
+        mask = (distance >= 0) & (distance < (window or len(k)))
         q, k, v = (part.transpose(0, 1) for part in (q, k, v))
         k, v = (part.repeat_interleave(HEADS // KV_HEADS, dim=0) for part in (k, v))
         scores = (q @ k.transpose(1, 2) * scaling).masked_fill(~mask, -torch.inf)
@@ -25,11 +26,11 @@ def one_by_one(query, key, value, lengths, scaling, window):
     return torch.cat(outputs)
 
 
-def draw(total, seed=0):
+def draw(total, seed=0, asked=None):
     generator = torch.Generator().manual_seed(seed)
     return [
-        torch.randn(total, heads, WIDTH, generator=generator, dtype=torch.float64).requires_grad_()
-        for heads in (HEADS, KV_HEADS, KV_HEADS)
+        torch.randn(rows, heads, WIDTH, generator=generator, dtype=torch.float64).requires_grad_()
+        for rows, heads in ((asked or total, HEADS), (total, KV_HEADS), (total, KV_HEADS))
     ]
 
 
@@ -51,6 +52,32 @@ def test_equals_each_sequence_alone(lengths, window):
         results.append((output, *(part.grad for part in rows)))
     for ours, theirs in zip(*results, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9)
+
+
+@draws(60)
+@given(
+    lengths=st.lists(
+        st.tuples(st.integers(1, 40), st.sampled_from([0, 3, 50])), min_size=1, max_size=9
+    ),
+    window=st.none() | st.integers(1, 80),
+    dtype=st.sampled_from([torch.float64, torch.bfloat16]),
+)
+def test_last_queries_equal_each_sequence_alone(lengths, window, dtype):
+    own, whole = [asked for asked, _ in lengths], [sum(each) for each in lengths]
+    results = []
+    for blocks in (True, False):
+        rows = draw(sum(whole), asked=sum(own))
+        if blocks:
+            given_rows = [part.to(dtype) for part in rows]
+            output = BlockPlan.of(whole, CPU, own).attend(given_rows, Softmax(0.4, window))
+        else:
+            output = one_by_one(*rows, whole, 0.4, window, own)
+        upstream = torch.randn(output.shape, generator=torch.Generator().manual_seed(1))
+        (output * upstream).sum().backward()
+        results.append((output.double(), *(part.grad for part in rows)))
+    for ours, theirs in zip(*results, strict=True):
+        bound = 1e-9 if dtype == torch.float64 else 0.02
+        assert (ours - theirs).norm() <= bound * theirs.norm() + bound / 10
 
 
 @pytest.mark.parametrize("window", [None, 100])
@@ -75,17 +102,17 @@ def test_bf16_is_exact_up_to_its_rounding(lengths, window):
 
 @given(st.lists(st.integers(1, 3000), min_size=1, max_size=200))
 def test_every_row_is_computed_once_beside_the_padding(lengths):
-    plan = BlockPlan.of(lengths, CPU)
-    assert sum(count for count, _ in plan.blocks) == len(lengths)
-    heights = [height for _, height in plan.blocks]
+    plan = BlockPlan.of(lengths, CPU).queries
+    assert sum(count for count, _ in plan.sizes) == len(lengths)
+    heights = [height for _, height in plan.sizes]
     assert heights == sorted(set(heights), reverse=True)
     assert set(heights) <= set(lengths)
     if plan.gather is None:
         assert lengths == sorted(lengths, reverse=True)
-        assert sum(count * height for count, height in plan.blocks) == sum(lengths)
+        assert sum(count * height for count, height in plan.sizes) == sum(lengths)
         return
     gather, scatter = plan.gather, plan.scatter
-    assert len(gather) == sum(count * height for count, height in plan.blocks)
+    assert len(gather) == sum(count * height for count, height in plan.sizes)
     assert torch.equal(gather[scatter], torch.arange(sum(lengths)))
     padding = plan.padding if plan.padding is not None else scatter[:0]
     assert torch.equal(torch.cat((scatter, padding)).sort().values, torch.arange(len(gather)))
@@ -96,13 +123,19 @@ def test_every_row_is_computed_once_beside_the_padding(lengths):
 def test_like_lengths_share_a_block(lengths):
     plan = BlockPlan.of(lengths, CPU)
     expected = [(4, 96)] if len(lengths) == 4 else [(1, 200), (2, 40)]
-    assert list(plan.blocks) == expected
+    assert list(plan.queries.sizes) == expected
+
+
+def test_samples_with_one_beginning_share_a_block():
+    plan = BlockPlan.of([40, 35, 33, 90, 37], CPU, [40, 5, 3, 90, 7])
+    assert plan.queries.sizes == ((1, 90), (1, 40), (3, 7))
+    assert plan.keys.sizes == ((1, 90), (1, 40), (3, 37))
 
 
 @pytest.mark.parametrize("lengths", [[50], [9, 9, 9, 9], [1]])
 def test_one_length_copies_nothing(lengths, monkeypatch):
     plan = BlockPlan.of(lengths, CPU)
-    assert plan.gather is None
+    assert plan.queries.gather is None
     rows = draw(sum(lengths))
     seen = []
 
@@ -135,6 +168,6 @@ def test_the_output_is_contiguous(lengths):
 
 
 def test_no_sequences():
-    assert BlockPlan.of([], CPU).blocks == ()
+    assert BlockPlan.of([], CPU).queries.sizes == ()
     plan = BlockPlan.of([3, 0, 5], CPU)
-    assert sum(count for count, _ in plan.blocks) == 2
+    assert sum(count for count, _ in plan.queries.sizes) == 2

@@ -96,14 +96,16 @@ def test_training_counts_the_products_that_are_computed():
     ends = torch.tensor([0, 7, 13, 17], dtype=torch.int32)
     plan = ScoringPlan.of(ids, ends, mask)
     # Eight different beginnings; six of those that are scored; the last sequence is the beginning of another.
-    assert plan.passed == Passed(8, 6, (7, 6))
+    assert plan.passed == Passed(8, 6, (7, 6), (5, 0))
     scorer = Scorer(model)
     with FlopCounterMode(display=False) as counter:
         scorer(plan).logprobs.sum().backward()
     counted = counter.get_flop_counts()["Global"]
     products = sum(counted.get(kind, 0) for kind in (torch.ops.aten.mm, torch.ops.aten.addmm))
-    matrices = replace(count_flops(model.config), attention={})
-    assert matrices.training(plan.passed) == products
+    flops = count_flops(model.config)
+    assert replace(flops, attention={}).training(plan.passed) == products
+    own, first = pairs(7, None) - pairs(5, None), pairs(6, None)
+    assert flops.training(plan.passed) - products == 3 * flops.attention[None] * (own + first)
 
 
 @pytest.mark.parametrize("frozen", [False, True])

@@ -19,7 +19,7 @@ def test_a_row_for_every_distinct_prefix(sequences):
     total = len(prefixes)
     if len(tree.computed) == total:  # not worthwhile
         assert (total - len(set(prefixes))) * 8 < total
-        assert tree.leaves == tuple(range(len(sequences)))
+        assert tree.own == tuple(lengths)
         assert (tree.rows == np.arange(total)).all()
         return
     assert len(tree.computed) == len(set(prefixes))
@@ -28,19 +28,17 @@ def test_a_row_for_every_distinct_prefix(sequences):
         assert prefixes[tree.computed[row]] == prefixes[token]
     whole = {tuple(sequence) for sequence in sequences}
     inner = {p[:n] for p in whole for n in range(1, len(p))}
-    leaves = [tuple(sequences[leaf]) for leaf in tree.leaves]
+    leaves = [tuple(s) for s, own in zip(sequences, tree.own, strict=True) if own]
     assert sorted(leaves) == sorted(whole - inner)
     ends = np.cumsum(lengths)
-    reached = {
-        int(r) for leaf in tree.leaves for r in tree.rows[ends[leaf] - lengths[leaf] : ends[leaf]]
-    }
-    assert reached == set(range(len(tree.computed)))
+    last = [np.arange(end - own, end) for end, own in zip(ends, tree.own, strict=True)]
+    assert np.concatenate(last).tolist() == tree.computed.tolist()
 
 
 def test_samples_of_a_prompt_share_it():
     tree, _ = tree_of([[5, 6, 7, 1], [5, 6, 7, 2, 3], [9, 6], [5, 6, 7, 1]])
     assert len(tree.computed) == 4 + 2 + 2
-    assert tree.leaves in ((0, 1, 2), (1, 2, 3))
+    assert tree.own == (0, 5, 2, 1)
 
 
 def test_a_common_first_token_is_not_worth_it():

@@ -23,8 +23,8 @@ def written_out(parts, scaling, window, softcap):
     query, key, value, *sinks = parts
     shared = query.shape[1] // key.shape[1]
     keys, values = (part.repeat_interleave(shared, dim=1) for part in (key, value))
-    steps = torch.arange(query.shape[2])
-    distance = steps[:, None] - steps[None, :]
+    steps = torch.arange(keys.shape[2])
+    distance = steps[-query.shape[2] :, None] - steps[None, :]
     hidden = (distance < 0) | (distance >= window)
     scores = query @ keys.transpose(2, 3) * scaling
     if softcap is not None:
@@ -48,6 +48,7 @@ def gradients(output, parts):
     key_heads=st.integers(1, 3),
     shared=st.integers(1, 3),
     length=st.integers(1, 300),
+    begun=st.sampled_from([0, 0, 1, 130]),
     window=st.integers(1, 320),
     scores=st.sampled_from([1 << 8, 1 << 14, 1 << 20]),
     width=st.sampled_from([6, 8]),
@@ -57,13 +58,13 @@ def gradients(output, parts):
     dtype=st.sampled_from([torch.bfloat16, torch.float32]),
 )
 def test_equals_the_formula(
-    n, key_heads, shared, length, window, scores, width, units, softcap, has_sinks, dtype
+    n, key_heads, shared, length, begun, window, scores, width, units, softcap, has_sinks, dtype
 ):
     """With and without torch's kernel forward, which takes values as wide as keys, no windows, sinks or caps."""
     parts = [
         make(n, key_heads * shared, length, 8, dtype=dtype),
-        make(n, key_heads, length, 8, seed=1, dtype=dtype),
-        make(n, key_heads, length, width, seed=2, dtype=dtype),
+        make(n, key_heads, begun + length, 8, seed=1, dtype=dtype),
+        make(n, key_heads, begun + length, width, seed=2, dtype=dtype),
         *([make(1, 1, key_heads * shared, 1, 3, dtype).detach().flatten()] if has_sinks else []),
     ]
     parts = [part.requires_grad_() for part in parts]
@@ -76,7 +77,7 @@ def test_equals_the_formula(
     expected, exactly = written_out(parts, 0.4, window, softcap)
     theirs = [expected, *gradients(expected, exactly)]
     assert all(each.dtype == dtype for each in ours)
-    plain = window >= length and softcap is None and not has_sinks
+    plain = window >= begun + length and softcap is None and not has_sinks
     by_kernel = units and width == 8 and plain
     bounds = [ROUNDED_FACTORS_ERROR if by_kernel else BF16_ATTENTION_ERROR]
     bounds += [BF16_ATTENTION_ERROR] * 4
@@ -89,29 +90,33 @@ def test_equals_the_formula(
 def test_torch_finds_the_operators_right():
     parts = (make(2, 4, 40, 8), make(2, 2, 40, 8), make(2, 2, 40, 8))
     torch.library.opcheck(causal_attention, (*parts, 0.4, 40))
+    torch.library.opcheck(causal_attention, (make(2, 4, 30, 8), *parts[1:], 0.4, 40))
     torch.library.opcheck(
         causal_attention, (*parts, 0.4, 40, 2.0, torch.ones(4, requires_grad=True))
     )
 
 
 def test_scores_are_bounded_and_every_pair_is_covered_once():
-    for shape, window in (
-        ((2, 3, 3, 5000, 8), 5000),
-        ((1, 1, 1, 9, 8), 4),
-        ((2, 2, 2, 700, 8), 130),
+    for shape, begun, window in (
+        ((2, 3, 3, 5000, 8), 0, 5000),
+        ((1, 1, 1, 9, 8), 0, 4),
+        ((2, 2, 2, 700, 8), 0, 130),
+        ((2, 2, 2, 700, 8), 900, 130),
+        ((2, 2, 2, 700, 8), 900, 1600),
     ):
-        n, key_heads, shared, length, _ = shape
+        n, key_heads, shared, asked, _ = shape
+        length = begun + asked
         most = max(span_attention._SCORES, span_attention._MOST_SCORES)
         pairs = 0
-        for span in span_attention._spans(torch.Size(shape), window, CPU):
+        for span in span_attention._spans(torch.Size(shape), length, window, CPU):
             at_a_time = [range(n * key_heads)[some] for some in span.groups]
             assert [head for some in at_a_time for head in some] == list(range(n * key_heads))
-            positions = len(range(length)[span.asking])
+            positions = len(range(asked)[span.asking])
             keys = len(range(length)[span.seen])
             assert max(map(len, at_a_time)) * shared * positions * keys <= most
             clear = positions * (keys - span.bias.shape[1])
             pairs += clear + int((span.bias == 0).sum())
-        assert pairs == sum(min(at + 1, window) for at in range(length))
+        assert pairs == sum(min(at + 1, window) for at in range(begun, length))
 
 
 @pytest.mark.parametrize("broken", [False, True])

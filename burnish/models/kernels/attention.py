@@ -131,28 +131,37 @@ AttentionInterface.register(IMPLEMENTATION, attention_forward)
 class _SharedRows:
     """Maps C computed rows to the A rows of whole sequences, and back."""
 
+    own: tuple[int, ...]
+    """How many of each sequence's last rows are computed rows, which lie in the order of sequences."""
+    cu_own: Tensor
+    """[S + 1] int32: where the computed rows of each sequence start, and C."""
     sources: RowMap
     """[A], the computed row that stands for each sequence row."""
-    first: Tensor
-    """[C] int64, the sequence row from which each computed row's output is taken."""
+    last: Tensor
+    """[C] int64, the sequence row of each computed row."""
     others: Tensor
     """[A - C] int64, all other sequence rows."""
 
     @classmethod
-    def of(cls, sources: Indices, device: torch.device) -> _SharedRows:
+    def of(
+        cls, sources: Indices, lengths: Sequence[int], own: Sequence[int], device: torch.device
+    ) -> _SharedRows:
         """Plan from `sources` [A], the computed row of each sequence row. See `RowMap.of`."""
-        _, first = np.unique(sources, return_index=True)
-        others = np.setdiff1d(np.arange(len(sources)), first)
-        return cls(RowMap.of(sources, device), host_tensor(first), host_tensor(others))
-
-    def spread(self, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
-        """Return the rows of whole sequences. Gradients of keys and values add up."""
-        query = select_rows(query, self.sources.index, self.first, None)
-        return [query, self.sources.take(key), self.sources.take(value)]
+        ends = np.cumsum(lengths)
+        is_own = np.zeros(len(sources), np.bool)
+        for end, count in zip(ends, own, strict=True):
+            is_own[end - count : end] = True
+        return cls(
+            tuple(own),
+            _cumulated(own),
+            RowMap.of(sources, device),
+            host_tensor(np.flatnonzero(is_own)),
+            host_tensor(np.flatnonzero(~is_own)),
+        )
 
     def collect(self, output: Tensor) -> Tensor:
-        """Return the outputs of the computed rows."""
-        return select_rows(output, self.first, self.sources.index, self.others)
+        """Return the computed rows of whole sequences' outputs."""
+        return select_rows(output, self.last, self.sources.index, self.others)
 
 
 @dataclass(frozen=True)
@@ -171,26 +180,46 @@ class PackedLayout:
     @classmethod
     def of(cls, lengths: Sequence[int], device: torch.device) -> PackedLayout:
         """Lay out sequences of these lengths."""
-        ends = torch.tensor([0, *lengths], dtype=torch.int64).cumsum(0).to(torch.int32)
-        return cls(tuple(lengths), to_device(ends, device), max(lengths, default=0))
+        cu_seqlens = to_device(_cumulated(lengths), device)
+        return cls(tuple(lengths), cu_seqlens, max(lengths, default=0))
 
     @classmethod
     def of_tree(
         cls, tree: PrefixTree, lengths: Sequence[int], device: torch.device
     ) -> PackedLayout:
-        """Lay out sequences that share rows. Only leaves of the tree go through attention. See `RowMap.of`."""
+        """Lay out sequences that share rows. Those without rows of their own are left out. See `RowMap.of`."""
         host = torch.device("cpu")
         if len(tree.computed) == len(tree.rows):
             return cls.of(lengths, host)
         sequences = np.split(tree.rows, np.cumsum(lengths)[:-1])
-        layout = cls.of([lengths[leaf] for leaf in tree.leaves], host)
-        sources = np.concatenate([sequences[leaf] for leaf in tree.leaves])
-        return replace(layout, shared=_SharedRows.of(sources, device))
+        kept = [number for number, own in enumerate(tree.own) if own]
+        layout = cls.of([lengths[number] for number in kept], host)
+        sources = np.concatenate([sequences[number] for number in kept])
+        own = [tree.own[number] for number in kept]
+        return replace(layout, shared=_SharedRows.of(sources, layout.lengths, own, device))
+
+    @property
+    def own(self) -> tuple[int, ...]:
+        """How many of each sequence's last tokens are computed for it."""
+        return self.lengths if self.shared is None else self.shared.own
+
+    @property
+    def begun(self) -> tuple[int, ...]:
+        """How many of each sequence's first tokens are computed for another one; empty if no rows are shared."""
+        pairs = zip(self.lengths, self.own, strict=True)
+        return () if self.shared is None else tuple(length - own for length, own in pairs)
+
+    @cached_property
+    def whole(self) -> BlockPlan:
+        """The blocks of whole sequences."""
+        return BlockPlan.of(self.lengths, self.cu_seqlens.device)
 
     @cached_property
     def blocks(self) -> BlockPlan:
         """The blocks of the dense path."""
-        return BlockPlan.of(self.lengths, self.cu_seqlens.device)
+        if self.shared is None:
+            return self.whole
+        return BlockPlan.of(self.lengths, self.cu_seqlens.device, self.own)
 
     def attend(self, layer: int, parts: Heads, softmax: Softmax) -> Tensor:
         """See `PackedAttention.attend`."""
@@ -198,40 +227,35 @@ class PackedLayout:
             softmax = softmax._replace(window=None)
         rows = [part.transpose(1, 2).squeeze(0) for part in parts]
         if self.shared is not None:
-            rows = self.shared.spread(*rows)
+            rows[1:] = [self.shared.sources.take(part) for part in rows[1:]]
         if softmax.softcap is None and has_varlen_kernel(parts[0], parts[2]):
-            output = self._varlen(rows, softmax)
-        else:
-            output = self.blocks.attend(rows, softmax)
-        return (output if self.shared is None else self.shared.collect(output))[None]
+            return self._varlen(rows, softmax)[None]
+        return self.blocks.attend(rows, softmax)[None]
 
     def mix(self, layer: int, mixer: Mixer, hidden: Tensor) -> Tensor:
         """See `PackedAttention.mix`. Each sequence computes a common beginning again."""
         rows = hidden[0] if self.shared is None else self.shared.sources.take(hidden[0])
-        output = self.blocks.computed([rows], lambda parts: mixer(parts[0], None))
+        output = self.whole.computed(rows, lambda part: mixer(part, None))
         return (output if self.shared is None else self.shared.collect(output))[None]
 
     def _varlen(self, rows: list[Tensor], softmax: Softmax) -> Tensor:
         query, key, value = rows
         scaling, window, _, sinks = softmax
+        # The last query of a sequence sees its last key, and each one before it a key less.
+        cu_own = self.cu_seqlens if self.shared is None else self.shared.cu_own
+        sequences = cu_own, self.cu_seqlens, max(self.own, default=0), self.max_seqlen
         if sinks is not None:
             from burnish.models.kernels.sink_attention import sink_attention
 
-            how = (sinks, self.cu_seqlens, self.max_seqlen, scaling, window)
-            return sink_attention(*rows, *how)[0]
-        output = _varlen_attn(
-            query,
-            key,
-            value,
-            self.cu_seqlens,
-            self.cu_seqlens,
-            self.max_seqlen,
-            self.max_seqlen,
-            scale=scaling,
-            window_size=(-1 if window is None else window - 1, 0),
-        )
+            return sink_attention(query, key, value, sinks, *sequences, scaling, window)[0]
+        sees = (-1 if window is None else window - 1, 0)
+        output = _varlen_attn(query, key, value, *sequences, scale=scaling, window_size=sees)
         assert isinstance(output, Tensor)  # a tuple only if log-sum-exps are requested
         return output
+
+
+def _cumulated(lengths: Sequence[int]) -> Tensor:
+    return torch.tensor([0, *lengths], dtype=torch.int64).cumsum(0).to(torch.int32)
 
 
 def has_varlen_kernel(query: Tensor, value: Tensor) -> bool:
@@ -246,11 +270,11 @@ def has_varlen_kernel(query: Tensor, value: Tensor) -> bool:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class BlockPlan:
+class _BlockRows:
     """Maps T packed rows to R rows of blocks, and back. Padding repeats a sequence's last row."""
 
-    blocks: tuple[tuple[int, int], ...]
-    """Number of sequences and rows per sequence of each dense call, in the order of their rows."""
+    sizes: tuple[tuple[int, int], ...]
+    """Number of sequences, and rows of each, in every block."""
     gather: Tensor | None
     """[R] int64, the packed row of each block row; None: packed rows are block rows."""
     scatter: Tensor | None
@@ -259,54 +283,86 @@ class BlockPlan:
     """[R - T] int64, the block rows that pad; None: there are none."""
 
     @classmethod
-    def of(cls, lengths: Sequence[int], device: torch.device) -> BlockPlan:
-        """Group sequences by length, longest first; each is padded by at most an eighth, or 15 rows."""
-        numbers = np.asarray(lengths, np.int64)
-        starts = numbers.cumsum() - numbers
-        kinds = _rounded_up(numbers)
-        blocks = []
+    def of(cls, lengths: Indices, blocks: Sequence[Indices], device: torch.device) -> _BlockRows:
+        """Lay out the sequences of each block, side by side."""
+        starts = lengths.cumsum() - lengths
+        sizes = []
         rows = [np.empty(0, np.int64)]
         real = [np.empty(0, np.bool)]
-        for kind in np.unique(kinds[kinds > 0])[::-1]:
-            members = np.flatnonzero(kinds == kind)
-            own = numbers[members, None]
+        for members in blocks:
+            own = lengths[members, None]
             steps = np.arange(own.max())
-            blocks.append((len(members), len(steps)))
+            sizes.append((len(members), len(steps)))
             rows.append((starts[members, None] + np.minimum(steps, own - 1)).ravel())
             real.append((steps < own).ravel())
         gather = np.concatenate(rows)
         is_real = np.concatenate(real)
         if is_real.all() and (np.diff(gather) == 1).all():
-            return cls(tuple(blocks), None, None, None)
+            return cls(tuple(sizes), None, None, None)
         scatter = np.flatnonzero(is_real)[np.argsort(gather[is_real])]
         padding = None if is_real.all() else on_device(np.flatnonzero(~is_real), device)
-        return cls(tuple(blocks), on_device(gather, device), on_device(scatter, device), padding)
+        return cls(tuple(sizes), on_device(gather, device), on_device(scatter, device), padding)
+
+    def cut(self, rows: Tensor) -> list[Tensor]:
+        """Return the blocks [n, L, ...] of rows [T, ...]."""
+        if self.gather is not None and self.scatter is not None:
+            rows = select_rows(rows, self.gather, self.scatter, None)
+        totals = [count * length for count, length in self.sizes]
+        parts = (rows,) if len(totals) == 1 else torch.split(rows, totals)
+        return [
+            part.view(*size, *rows.shape[1:]) for part, size in zip(parts, self.sizes, strict=True)
+        ]
+
+    def joined(self, blocks: Sequence[Tensor]) -> Tensor:
+        """Return the rows [T, ...] of blocks [n, L, ...]."""
+        parts = [block.flatten(0, 1) for block in blocks]
+        rows = parts[0].contiguous() if len(parts) == 1 else torch.cat(parts)
+        if self.gather is None or self.scatter is None:
+            return rows
+        return select_rows(rows, self.scatter, self.gather, self.padding)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BlockPlan:
+    """Divides packed sequences into blocks of like lengths, one call of a dense function each."""
+
+    queries: _BlockRows
+    """The rows that are computed."""
+    keys: _BlockRows
+    """The rows of whole sequences."""
+
+    @classmethod
+    def of(
+        cls, lengths: Sequence[int], device: torch.device, own: Sequence[int] | None = None
+    ) -> BlockPlan:
+        """Group sequences by length, longest first; each is padded by at most an eighth, or 15 rows.
+
+        If only the last `own` rows of each sequence are computed, a block's sequences have equally many others.
+        """
+        numbers = np.asarray(lengths, np.int64)
+        computed = numbers if own is None else np.asarray(own, np.int64)
+        others = numbers - computed
+        kinds = np.stack((_rounded_up(computed), others))
+        blocks = [
+            np.flatnonzero((kinds == kind[:, None]).all(0))
+            for kind in np.unique(kinds[:, computed > 0], axis=1).T[::-1]
+        ]
+        queries = _BlockRows.of(computed, blocks, device)
+        return cls(queries, queries if own is None else _BlockRows.of(numbers, blocks, device))
 
     def attend(self, rows: Sequence[Tensor], softmax: Softmax) -> Tensor:
-        """Return attention of queries, keys and values, all [T, heads, head_dim]."""
-
-        def attended(parts: list[Tensor]) -> Tensor:
-            dense = [part.transpose(1, 2) for part in parts]
-            return _causal(dense, softmax).transpose(1, 2)
-
-        return self.computed(rows, attended)
-
-    def computed(
-        self, rows: Sequence[Tensor], function: Callable[[list[Tensor]], Tensor]
-    ) -> Tensor:
-        """Apply a causal `function` of blocks [n, L, ...] to rows [T, ...]."""
-        if self.gather is not None and self.scatter is not None:
-            rows = [select_rows(part, self.gather, self.scatter, None) for part in rows]
-        sizes = [count * length for count, length in self.blocks]
-        cut = [(part,) if len(sizes) == 1 else torch.split(part, sizes) for part in rows]
+        """Return attention [C, heads, head_dim] of queries [C, heads, head_dim], and keys and values [T, heads, head_dim]."""
+        query, key, value = rows
+        cut = self.queries.cut(query), self.keys.cut(key), self.keys.cut(value)
         outputs = []
-        for (count, length), *parts in zip(self.blocks, *cut, strict=True):
-            dense = [part.view(count, length, *part.shape[1:]) for part in parts]
-            outputs.append(function(dense).flatten(0, 1))
-        output = outputs[0].contiguous() if len(outputs) == 1 else torch.cat(outputs)
-        if self.gather is None or self.scatter is None:
-            return output
-        return select_rows(output, self.scatter, self.gather, self.padding)
+        for parts in zip(*cut, strict=True):
+            dense = [part.transpose(1, 2) for part in parts]
+            outputs.append(_causal(dense, softmax).transpose(1, 2))
+        return self.queries.joined(outputs)
+
+    def computed(self, rows: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
+        """Apply a causal `function` of blocks [n, L, ...] to rows [T, ...] of whole sequences."""
+        return self.keys.joined([function(block) for block in self.keys.cut(rows)])
 
 
 def _rounded_up(lengths: Indices) -> Indices:
@@ -316,33 +372,36 @@ def _rounded_up(lengths: Indices) -> Indices:
 
 
 def _causal(dense: Sequence[Tensor], softmax: Softmax) -> Tensor:
+    """Return attention of the last queries [n, heads, Q, d] of sequences of K keys."""
     query, key, value = dense
     scaling, window, softcap, sinks = softmax
-    length = query.shape[2]
+    length = key.shape[2]
+    begun = length - query.shape[2]
+    window = length if window is None else min(window, length)
     gqa = query.shape[1] != key.shape[1]
     is_half = query.device.type == "cpu" and query.dtype == torch.bfloat16
     if is_half or not softmax.is_plain:
         from burnish.models.kernels.span_attention import causal_attention
 
-        return causal_attention(query, key, value, scaling, window or length, softcap, sinks)
+        return causal_attention(query, key, value, scaling, window, softcap, sinks)
     if gqa and query.device.type != "cpu" and query.dtype == torch.float32:
         # With grouped heads in fp32, CUDA has no kernel but the one that holds all scores.
         times = query.shape[1] // key.shape[1]
         key, value = (each.repeat_interleave(times, dim=1) for each in (key, value))
         gqa = False
-    if window is None or window >= length:
+    if not begun and window == length:
         return scaled_dot_product_attention(
             query, key, value, is_causal=True, scale=scaling, enable_gqa=gqa
         )
     outputs = []
-    for start in range(0, length, window):  # as many queries at a time as a query sees keys
+    for start in range(begun, length, window):  # as many queries at a time as a query sees keys
         stop = min(start + window, length)
         first = max(0, start - window + 1)
         queries = torch.arange(start, stop, device=query.device)[:, None]
         distance = queries - torch.arange(first, stop, device=query.device)[None, :]
         outputs.append(
             scaled_dot_product_attention(
-                query[:, :, start:stop],
+                query[:, :, start - begun : stop - begun],
                 key[:, :, first:stop],
                 value[:, :, first:stop],
                 attn_mask=(distance >= 0) & (distance < window),

@@ -22,20 +22,23 @@ def sink_attention(  # noqa: PLR0913
     key: Tensor,
     value: Tensor,
     sinks: Tensor,
+    cu_own: Tensor,
     cu_seqlens: Tensor,
+    max_own: int,
     max_seqlen: int,
     scaling: float,
     window: int | None,
 ) -> tuple[Tensor, Tensor]:
-    """Return O' and L' [heads, T] of bf16 or fp16 rows [T, heads or key heads, d]; each token sees `window` tokens.
+    """Return O' and L' [heads, C] of bf16 or fp16 queries [C, heads, d], and keys and values [T, key heads, d].
 
-    `sinks` is [heads]. As an operator, it lets selective checkpointing keep only its results.
+    The last `cu_own.diff()` of each sequence's `cu_seqlens.diff()` tokens have queries. Each sees `window` tokens. `sinks` is
+    [heads]. As an operator, it lets selective checkpointing keep only its results.
     """
     output, lse, *_ = torch.ops.aten._flash_attention_forward(
         query,
         key,
         value,
-        *(cu_seqlens, cu_seqlens, max_seqlen, max_seqlen),
+        *(cu_own, cu_seqlens, max_own, max_seqlen),
         0.0,
         window is None,
         False,
@@ -55,7 +58,9 @@ def _backward(  # noqa: PLR0913
     key: Tensor,
     value: Tensor,
     sinks: Tensor,
+    cu_own: Tensor,
     cu_seqlens: Tensor,
+    max_own: int,
     max_seqlen: int,
     scaling: float,
     window: int | None,
@@ -68,7 +73,7 @@ def _backward(  # noqa: PLR0913
         value,
         output,
         lse,
-        *(cu_seqlens, cu_seqlens, max_seqlen, max_seqlen),
+        *(cu_own, cu_seqlens, max_own, max_seqlen),
         0.0,
         window is None,
         *_no_dropout(query.device),
@@ -101,14 +106,14 @@ def _(upstream: Tensor, output: Tensor, lse: Tensor, *parts: Any) -> tuple[Tenso
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    *tensors, ctx.max_seqlen, ctx.scaling, ctx.window = inputs
+    *tensors, ctx.max_own, ctx.max_seqlen, ctx.scaling, ctx.window = inputs
     ctx.save_for_backward(*output, *tensors)
     ctx.mark_non_differentiable(output[1])
 
 
 def _differentiate(ctx: Any, upstream: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-    gradients = _backward(upstream, *ctx.saved_tensors, ctx.max_seqlen, ctx.scaling, ctx.window)
-    return (*gradients, None, None, None, None)
+    numbers = ctx.max_own, ctx.max_seqlen, ctx.scaling, ctx.window
+    return (*_backward(upstream, *ctx.saved_tensors, *numbers), *[None] * 6)
 
 
 sink_attention.register_autograd(_differentiate, setup_context=_keep)

@@ -47,26 +47,22 @@ def causal_attention(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Return attention `[n, heads, L, dv]`: each token sees `window` tokens, itself included.
+    """Return attention `[n, heads, L, dv]` of the last L of K tokens: each sees `window` tokens, itself included.
 
-    `query` is `[n, heads, L, d]`, `key` `[n, key heads, L, d]`, `value` `[n, key heads, L, dv]`, `sinks` `[heads]`.
+    `query` is `[n, heads, L, d]`, `key` `[n, key heads, K, d]`, `value` `[n, key heads, K, dv]`, `sinks` `[heads]`.
     It is an operator, so that selective checkpointing keeps only its result.
     """
-    heads = query.shape[1]
     width = value.shape[3]
-    is_plain = softcap is None and sinks is None and window >= query.shape[2]
+    is_plain = softcap is None and sinks is None and window >= key.shape[2]
     if is_plain and has_matrix_units(query.device) and query.shape[3] == width:
-        gqa = heads != key.shape[1]
-        return scaled_dot_product_attention(
-            query, key, value, is_causal=True, scale=scaling, enable_gqa=gqa
-        )
+        return _by_kernel(query, key, value, scaling)
     keys = _fp32(key).flatten(0, 1)
     values = _fp32(value).flatten(0, 1)
     output = _empty(query, width)
     queries = _by_key_head(query, key)
     sinks = _of_rows(sinks, key)
     with _products(query):
-        for span in _spans(queries.shape, window, query.device):
+        for span in _spans(queries.shape, key.shape[2], window, query.device):
             rows = span.rows(queries).mul_(scaling)
             mixed = rows.new_empty(*rows.shape[:2], width)
             for part in span.groups:
@@ -101,7 +97,7 @@ def _backward(  # noqa: PLR0913
     sinks = _of_rows(sinks, key)
     sink_gradient = None if sinks is None else torch.zeros_like(sinks)
     with _products(query):
-        for span in _spans(queries.shape, window, query.device):
+        for span in _spans(queries.shape, key.shape[2], window, query.device):
             rows = span.rows(queries).mul_(scaling)
             upstream_rows = span.rows(upstream)
             row_gradient = torch.empty_like(rows)
@@ -134,6 +130,21 @@ def _backward(  # noqa: PLR0913
     if sink_gradient is not None:
         results[3].copy_(sink_gradient.view(len(query), -1).sum(0))
     return results
+
+
+def _by_kernel(query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+    pairs = query.shape[2], key.shape[2]
+    begun = pairs[1] - pairs[0]
+    sees = query.new_ones(pairs, dtype=torch.bool).tril_(begun) if begun else None
+    return scaled_dot_product_attention(
+        query,
+        key,
+        value,
+        attn_mask=sees,
+        is_causal=sees is None,
+        scale=scaling,
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
 
 
 def _of_rows(sinks: Tensor | None, key: Tensor) -> Tensor | None:
@@ -196,13 +207,15 @@ class _Span(NamedTuple):
         return scores, weigh(by_head, None if sinks is None else sinks[part])
 
 
-def _spans(queries: torch.Size, window: int, device: torch.device) -> Iterator[_Span]:
-    n, key_heads, shared, length, _ = queries
+def _spans(queries: torch.Size, length: int, window: int, device: torch.device) -> Iterator[_Span]:
+    """Divide queries [n, key heads, shared, L, d], the last ones of `length` tokens."""
+    n, key_heads, shared, asked, _ = queries
     total = n * key_heads
+    begun = length - asked
     times = 1 if device.type == "cpu" else _TIMES
-    count = min(_MOST_QUERIES, max(_FEWEST_QUERIES, length // 8))
+    count = min(_MOST_QUERIES, max(_FEWEST_QUERIES, asked // 8))
     count = max(1, min(count, times * _MOST_SCORES // (shared * min(length, window + count))))
-    for start in range(0, length, count):
+    for start in range(begun, length, count):
         stop = min(start + count, length)
         first = max(0, start - window + 1)
         biased = first if stop - first > window else start
@@ -213,7 +226,7 @@ def _spans(queries: torch.Size, window: int, device: torch.device) -> Iterator[_
         pieces = -(-total * shared * (stop - start) * (stop - first) // (times * _SCORES))
         step = -(-total // pieces)
         groups = tuple(slice(at, at + step) for at in range(0, total, step))
-        yield _Span(slice(start, stop), slice(first, stop), bias, groups)
+        yield _Span(slice(start - begun, stop - begun), slice(first, stop), bias, groups)
 
 
 @contextmanager
