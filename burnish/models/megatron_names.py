@@ -7,7 +7,7 @@ the result over tensor ranks.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -167,7 +167,7 @@ def regions_of(
     return cut_regions(regions, {parameter: ShardRule.of(size, dim, *seat, halves)})
 
 
-_STACKED = {
+STACKED = {
     "linear_fc1.weight": (2, "gate_up_proj"),
     "linear_fc1.bias": (1, "gate_up_proj_bias"),
     "linear_fc2.weight": (1, "down_proj"),
@@ -184,7 +184,7 @@ def stacked_experts(
     `parameter` is as `decoder.layers.N.mlp.experts.linear_fc1.weight`, `shape` that of the rank's part, which begins with expert `first`.
     """
     layer, _, matrix = parameter.partition(".mlp.experts.")
-    dim, name = _STACKED[matrix]
+    dim, name = STACKED[matrix]
     start = [first, *(0 for _ in shape[1:])]
     start[dim] = shape[dim] * expert.rank
     total = [sizes.experts, *shape[1:]]
@@ -235,6 +235,80 @@ def _gated_by_group(sizes: ModelSizes) -> Iterator[tuple[str, _Span]]:
         for group in range(sizes.key_heads):
             at = group * width + (2 * heads + number) * dim
             yield letter, (at, dim, group * dim, sizes.key)
+
+
+class MixerSizes(NamedTuple):
+    """Heads of Gated DeltaNet, and their widths."""
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+
+    def rows(self, part: str) -> int:
+        """Return the rows of a part of the input's projections for a key head."""
+        values = self.value_heads // self.key_heads
+        of_values = {"value": self.value_dim, "z": self.value_dim, "beta": 1, "alpha": 1}
+        return values * of_values[part] if part in of_values else self.key_dim
+
+
+_MIXER = "self_attention."
+_WHOLE_IN_MIXER = {
+    "A_log": "A_log",
+    "dt_bias": "dt_bias",
+    "out_norm.weight": "norm.weight",
+    "out_proj.weight": "out_proj.weight",
+}
+_QKV = ("query", "key", "value")
+_PARTS_OF_MIXER = {
+    "in_proj_qkvz.weight": ("in_proj", (*_QKV, "z"), True),
+    "in_proj_ba.weight": ("in_proj", ("beta", "alpha"), True),
+    "in_proj_qkv.weight": ("in_proj", _QKV, False),
+    "in_proj_z.weight": ("in_proj", ("z",), False),
+    "in_proj_b.weight": ("in_proj", ("beta",), False),
+    "in_proj_a.weight": ("in_proj", ("alpha",), False),
+    "conv1d.weight": ("conv1d", _QKV, False),
+}
+"""By checkpoint tensor: Megatron's module, the parts of its weight, and whether these take turns by key head. No model has all."""
+MIXER_PARAMETERS = (
+    *(f"{_MIXER}{name}" for name in _WHOLE_IN_MIXER),
+    *(f"{_MIXER}in_proj.weight.{part}" for part in (*_QKV, "z", "beta", "alpha")),
+    *(f"{_MIXER}conv1d.weight.{part}" for part in _QKV),
+)
+"""A layer's parameters of Megatron's own Gated DeltaNet, as it saves them: each part of a weight by itself, uncut."""
+
+
+def mixer_regions(
+    parameter: str, shape: _Shape, mixer: MixerSizes, canonical: Mapping[str, _Shape]
+) -> tuple[Region, ...]:
+    """Return the checkpoint tensors in an uncut parameter of Megatron's Gated DeltaNet, such as `decoder.layers.0.self_attention.A_log`.
+
+    `canonical` has the shapes of the model's tensors. No tensor: the parameter has another shape than this model's, or is none of them.
+    """
+    layer = _LAYER.fullmatch(parameter)
+    if layer is None or not layer[2].startswith(_MIXER):
+        return ()
+    prefix = f"model.layers.{layer[1]}.linear_attn."
+    name = layer[2].removeprefix(_MIXER)
+    if name in _WHOLE_IN_MIXER:
+        tensor = prefix + _WHOLE_IN_MIXER[name]
+        if canonical.get(tensor) != shape:
+            return ()
+        return (_region(tensor, parameter, shape, 0, (0, shape[0], 0, shape[0])),)
+    owner, _, part = name.partition(".weight.")
+    for tensor, (module, parts, by_head) in _PARTS_OF_MIXER.items():
+        whole = canonical.get(prefix + tensor)
+        if whole is None or module != owner or part not in parts:
+            continue
+        heads = mixer.key_heads if by_head else 1
+        rows = mixer.rows(part) * mixer.key_heads // heads
+        before = sum(map(mixer.rows, parts[: parts.index(part)])) * mixer.key_heads // heads
+        if shape != (rows * heads, *whole[1:]):
+            return ()
+        period = whole[0] // heads
+        spans = ((head * rows, rows, head * period + before, whole[0]) for head in range(heads))
+        return tuple(_region(prefix + tensor, parameter, shape, 0, span) for span in spans)
+    return ()
 
 
 def _region(name: str, parameter: str, shape: _Shape, dim: int, span: _Span) -> Region:

@@ -1,25 +1,20 @@
 """Import weights that must be unpickled: torch's DCP directories, Megatron's among them, and verl's FSDP checkpoints.
 
-Megatron's `torch_dist` is DCP with a metadata.json. Parameters are uncut but possibly stacked: one tensor for all layers, or for a
-layer's experts. Other savers number layers and experts, and separate gate and up, as `weight_w` and `weight_v`.
-
-Left out: optimizer states, LoRA adapters, layers for multi-token prediction, and Megatron's models unknown to `burnish.models.megatron_names`. Norms saved minus one
-(`apply_layernorm_1p`) are not detected.
+Megatron's `torch_dist` is DCP with a metadata.json (`burnish.checkpoint.tools.import_megatron`). Left out: optimizer states and LoRA
+adapters.
 """
 
 from __future__ import annotations
 
 import json
-import math
 import os
 import re
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import chain
 from pathlib import Path
 
 from transformers import PreTrainedModel
@@ -28,25 +23,24 @@ from burnish.boxes.box import Box
 from burnish.boxes.shards import Shard, TensorSpec
 from burnish.checkpoint.tools import sandbox
 from burnish.checkpoint.tools.assets import CONFIG, read_assets
+from burnish.checkpoint.tools.import_megatron import (
+    MegatronPieces,
+    require_known_layout,
+    saved_parameters,
+)
 from burnish.checkpoint.tools.importing import ForeignCheckpoint, mapped_tensors
 from burnish.checkpoint.tools.unpickle import known_part, without_numbers
 from burnish.config.schema import ModelConfig
 from burnish.errors import CorruptError, IncompatibleError, MissingError, UsageError, few
-from burnish.families import ModelSizes
 from burnish.files.strict_json import parse_json
 from burnish.models.composite import language_within
 from burnish.models.loading import read_model_config
-from burnish.models.megatron_names import IN_LAYER, OUTSIDE_LAYERS, MegatronSlot, regions_of
-from burnish.models.meta_init import build_on_meta, model_sizes
+from burnish.models.meta_init import build_on_meta
 from burnish.models.names import Region, regions, tied_names
 
 _DCP_METADATA = ".metadata"
 _METADATA = "metadata.json"
 _METADATA_LIMIT = 1 << 16
-_LAYER = re.compile(r"decoder\.layers\.(?:([0-9]+)\.)?(.+)")
-_EXPERT = re.compile(r"mlp\.experts\.experts\.(?:([0-9]+)\.)?(.+)")
-_OF_EXPERTS = tuple(f"mlp.experts.experts.linear_fc{number}.weight" for number in (1, 2))
-_HALVES = {"weight_w": 0, "weight_v": 1}
 _VERL = re.compile(r"model_world_size_([0-9]{1,6})_rank_([0-9]{1,6})\.pt")
 _CHILD = """
 import json, sys
@@ -127,10 +121,12 @@ def pickled(
     hf_config = read_model_config(ModelConfig(path=str(assets)))
     model = build_on_meta(hf_config)
     parts = regions(model)
+    name_pieces: Callable[[Iterable[Shard]], Iterator[Shard]]
     canonical = {region.name: region.shape for region in parts}
     if kind == "torch_dist":
-        names = _megatron_names()
-        name_pieces = partial(_of_megatron, sizes=model_sizes(hf_config), canonical=canonical)
+        require_known_layout(source)
+        names = saved_parameters()
+        name_pieces = MegatronPieces(hf_config, canonical).shards_of
     else:
         names = frozenset(map(without_numbers, [*model.state_dict(), *canonical]))
         name_pieces = partial(_of_module, model=model, parts=parts)
@@ -181,92 +177,6 @@ def _of_module(
                 )
             if (shard := region.shard_of(piece.tensor, piece.box)) is not None:
                 yield shard
-
-
-def _megatron_names() -> frozenset[str]:
-    """Return the possible names of Megatron's tensors, without numbers."""
-    parts = [*IN_LAYER, *_OF_EXPERTS]
-    both = [part for part in parts if "fc1.weight" in part]
-    parts += [part.replace(".weight", f".{half}") for part in both for half in _HALVES]
-    return frozenset([*OUTSIDE_LAYERS, *(f"decoder.layers.{part}" for part in parts)])
-
-
-def _of_megatron(
-    pieces: Iterable[Shard], sizes: ModelSizes, canonical: Mapping[str, tuple[int, ...]]
-) -> Iterator[Shard]:
-    """Yield the parts of canonical tensors in `pieces`; `canonical` has their shapes.
-
-    Raises `IncompatibleError` for another model's piece.
-    """
-    for single in chain.from_iterable(map(_unstacked, pieces)):
-        if not _is_whole(single.spec, sizes, canonical):
-            raise IncompatibleError(
-                f"tensor {single.spec.name} is not one of this model",
-                have=list(single.spec.shape),
-                want="the shapes that config.json gives",
-                do="give the config.json that belongs to these weights with --assets",
-            )
-        for region in regions_of(
-            single.spec.name, single.spec.shape, sizes, MegatronSlot(), MegatronSlot()
-        ):
-            if (shard := region.shard_of(single.tensor, single.box)) is not None:
-                yield shard
-
-
-def _unstacked(piece: Shard) -> Iterator[Shard]:
-    layer = _LAYER.fullmatch(piece.spec.name)
-    if layer is None:
-        yield piece
-        return
-    for number, of_layer in _along(piece, layer[1]):
-        expert = _EXPERT.fullmatch(layer[2])
-        if expert is None:
-            yield _unhalved(of_layer, f"decoder.layers.{number}.{layer[2]}")
-            continue
-        for index, of_expert in _along(of_layer, expert[1]):
-            name = f"decoder.layers.{number}.mlp.experts.local_experts.{index}.{expert[2]}"
-            yield _unhalved(of_expert, name)
-
-
-def _along(piece: Shard, number: str | None) -> Iterator[tuple[int, Shard]]:
-    """Yield a piece's layers or experts by number: from the name, or along the first dim."""
-    if number is not None:
-        yield int(number), piece
-    elif piece.spec.shape:
-        spec = piece.spec._replace(shape=piece.spec.shape[1:])
-        box = Box(piece.box.offsets[1:], piece.box.sizes[1:])
-        for index, tensor in enumerate(piece.tensor, start=piece.box.offsets[0]):
-            yield index, Shard(spec, box, tensor)
-
-
-def _unhalved(piece: Shard, name: str) -> Shard:
-    """Rename a piece; a separate gate or up becomes a part of their common parameter."""
-    stem, _, kind = name.rpartition(".")
-    shape = piece.spec.shape
-    box = piece.box
-    if kind in _HALVES and shape:
-        name = f"{stem}.weight"
-        box = box.shift((_HALVES[kind] * shape[0], *(0 for _ in shape[1:])))
-        shape = (2 * shape[0], *shape[1:])
-    return Shard(TensorSpec(name, shape, piece.spec.dtype), box, piece.tensor)
-
-
-def _is_whole(
-    spec: TensorSpec, sizes: ModelSizes, canonical: Mapping[str, tuple[int, ...]]
-) -> bool:
-    """Return whether the parameter consists of whole tensors of the model, and padding."""
-    name, shape, _ = spec
-    is_vector = "norm" in name or name.endswith("bias")
-    if len(shape) != (1 if is_vector else 2):
-        return False
-    regions = regions_of(name, shape, sizes, MegatronSlot(), MegatronSlot())
-    if any(canonical.get(region.name) != region.shape for region in regions):
-        return False
-    if name in ("embedding.word_embeddings.weight", "output_layer.weight"):
-        return shape[0] >= sizes.vocabulary
-    elements = sum(region.box.elements for region in regions)
-    tensors = {region.name: math.prod(region.shape) for region in regions}
-    return elements == math.prod(shape) == sum(tensors.values())
 
 
 def _below_one_prefix(pieces: Sequence[Shard], names: Collection[str]) -> list[Shard]:

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import importlib
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from support.models.megatron_modules import (
+    use_megatron_experts,
+    use_megatron_mixers,
+    use_megatron_sinks,
+)
 from support.models.tiny import save_tiny
 from support.models.transformer_engine import use_stand_ins
 from support.ranks.processes import run_ranks
@@ -38,7 +45,12 @@ MODELS: dict[str, dict[str, Any]] = {
     "gemma2": {},
     "glm4_moe": {},
     "deepseek_v3": {},
+    "gpt_oss": {},
+    "qwen3_next": {},
+    "qwen3_5_text": {},
+    "qwen3_5_moe_text": {},
 }
+_NUMBERED = {"non_homogeneous_layers": True}
 SAVED: dict[str, tuple[str, int, dict[str, Any], dict[str, Any] | None]] = {
     "numbered layers, stacked experts": ("qwen3_moe", 1, {}, None),
     "experts of two ranks": ("qwen3_moe", 2, {"expert_parallel": 2}, None),
@@ -61,6 +73,18 @@ SAVED: dict[str, tuple[str, int, dict[str, Any], dict[str, Any] | None]] = {
     ),
     "routers by sigmoid, shared experts": ("glm4_moe", 2, {"expert_parallel": 2}, None),
     "latent attention": ("deepseek_v3", 2, {"tensor_parallel": 2}, None),
+    "sinks, experts with biases": ("gpt_oss", 1, {}, None),
+    "parts of experts with biases": ("gpt_oss", 2, {"tensor_parallel": 2}, None),
+    "numbered experts with biases": (
+        "gpt_oss",
+        2,
+        {"expert_parallel": 2},
+        {"singleton_local_shards": True},
+    ),
+    "Gated DeltaNet by head": ("qwen3_next", 1, {}, _NUMBERED),
+    "Gated DeltaNet by head, cut": ("qwen3_next", 2, {"tensor_parallel": 2}, _NUMBERED),
+    "Gated DeltaNet": ("qwen3_5_text", 2, {"tensor_parallel": 2}, _NUMBERED),
+    "Gated DeltaNet and experts": ("qwen3_5_moe_text", 2, {"expert_parallel": 2}, _NUMBERED),
 }
 """Models, processes, settings, and what Megatron is told of how to save."""
 
@@ -69,6 +93,8 @@ def save_rank(
     layout: Layout,
     saved: list[tuple[Path, Path, dict[str, Any], dict[str, Any] | None]],
 ) -> None:
+    # It compiles functions when it is imported, which `megatron_called` would hinder.
+    importlib.import_module("megatron.core.ssm.gated_delta_net")
     use_stand_ins()
     for model, target, settings, metadata in saved:
         config = EngineConfig(kind="megatron", precision="fp32", **settings)
@@ -82,33 +108,15 @@ def save_rank(
             state: dict[str, Any] = {"iteration": 7}
             for chunk in engine._chunks:
                 use_megatron_experts(chunk)
-                state |= chunk.sharded_state_dict(metadata=metadata)
-                state |= like_moments(chunk.sharded_state_dict(metadata=metadata))
+                use_megatron_mixers(chunk, model)
+                use_megatron_sinks(chunk)
+                # Megatron adds the layout's groups to what it is told.
+                for marked in (dict, like_moments):
+                    told = dict(metadata or {})
+                    state |= marked(chunk.sharded_state_dict(metadata=told))
             name_as_bridge(state)
             dist_checkpointing.save(state, str(target))
         engine.close()
-
-
-def use_megatron_experts(chunk: Any) -> None:
-    """Put Megatron's own experts, with the same weights, in the place of ours, which have no part in its checkpoints."""
-    from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-    from megatron.core.transformer.mlp import MLPSubmodules
-    from megatron.core.transformer.moe.experts import SequentialMLP
-
-    submodules = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
-    for layer in chunk.decoder.layers:
-        ours = getattr(layer.mlp, "experts", None)
-        if ours is None:
-            continue
-        groups = chunk.pg_collection
-        count = layer.mlp.num_local_experts
-        theirs = SequentialMLP(count, chunk.config, submodules, pg_collection=groups)
-        for name in ("linear_fc1", "linear_fc2"):
-            held = list(getattr(ours, name).parameters())  # one of all experts, or of each its own
-            matrices = held[0] if len(held) < count else held
-            for expert, matrix in zip(theirs.local_experts, matrices, strict=True):
-                getattr(expert, name).weight.data.copy_(matrix)
-        layer.mlp.experts = theirs
 
 
 BRIDGE = {
@@ -184,7 +192,9 @@ def require_imported(source: Path, model: Path, root: Path) -> None:
         assert {name.removeprefix("model/") for name in tensors.tensors} == wanted.keys()
         for name, tensor in wanted.items():
             found = tensors.read_range(f"model/{name}", 0, tensor.numel()).view(tensor.shape)
-            assert torch.equal(found, tensor), name
+            # Megatron's norm lacks 1, so Burnish adds what rounding has taken.
+            distance = (found - tensor).abs().max()
+            assert distance <= (1e-7 if name.endswith("linear_attn.norm.weight") else 0), name
 
 
 @pytest.mark.usefixtures("in_process")
@@ -214,6 +224,11 @@ def test_a_child_unpickles_it(
         ("qwen3_moe", "numbered experts", {"num_hidden_layers": 2}, IncompatibleError),
         ("qwen3_moe", "numbered experts", {"num_local_experts": 3}, IncompatibleError),
         ("qwen3_moe", "experts of two ranks", {"num_local_experts": 8}, IncompatibleError),
+        ("gpt_oss", "sinks, experts with biases", {"num_local_experts": 8}, IncompatibleError),
+        ("gpt_oss", "numbered experts with biases", {"intermediate_size": 40}, IncompatibleError),
+        ("qwen3_next", "Gated DeltaNet by head", {"linear_num_value_heads": 2}, IncompatibleError),
+        ("qwen3_5_text", "Gated DeltaNet", {"linear_num_key_heads": 1}, IncompatibleError),
+        ("qwen3_5_text", "Gated DeltaNet", {"linear_conv_kernel_dim": 3}, IncompatibleError),
     ],
 )
 def test_weights_of_another_model_are_refused(
@@ -228,10 +243,49 @@ def test_weights_of_another_model_are_refused(
     assets, root = tmp_path / "assets", tmp_path / "run/checkpoints"
     assets.mkdir()
     said = json.loads((models[family] / "config.json").read_text())
-    said.pop("layer_types", None)  # one for each layer
+    if "num_hidden_layers" in change:
+        said.pop("layer_types", None)  # one for each layer
     (assets / "config.json").write_text(json.dumps(said | change))
     foreign = pickled.pickled("torch_dist", checkpoints[name], assets, without_sandbox=True)
     with pytest.raises(error) as caught:
         save_foreign(foreign, root, 0)
     assert "--assets" in str(caught.value)
     assert not root.exists()
+
+
+@pytest.mark.usefixtures("in_process")
+def test_a_gate_without_its_up_is_missed(
+    models: dict[str, Path],
+    checkpoints: dict[str, Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def all_but_one(*task: Any, sandboxed: bool) -> None:
+        convert(*task)
+        scratch = task[-1]
+        for path in sorted(scratch.glob("*.safetensors")):
+            ((name, tensor),) = mapped_tensors(path).items()
+            if "linear_fc1.bias" in name and tensor.shape[0] > 0:
+                path.unlink()
+                return
+
+    monkeypatch.setattr(pickled, "_unpickle", all_but_one)
+    source = checkpoints["sinks, experts with biases"]
+    foreign = pickled.pickled("torch_dist", source, models["gpt_oss"], without_sandbox=True)
+    with pytest.raises(MissingError):
+        save_foreign(foreign, tmp_path / "run/checkpoints", 0)
+
+
+def test_gates_in_blocks_are_refused(
+    models: dict[str, Path], checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
+    source = tmp_path / "source"
+    shutil.copytree(checkpoints["sinks, experts with biases"], source)
+    config = source / "run_config.yaml"
+    for size in ("null", "32"):
+        config.write_text(f"model:\n  moe_mlp_glu_interleave_size: {size}\n")
+        if size == "null":
+            pickled.pickled("torch_dist", source, models["gpt_oss"], without_sandbox=True)
+            continue
+        with pytest.raises(IncompatibleError):
+            pickled.pickled("torch_dist", source, models["gpt_oss"], without_sandbox=True)
