@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
@@ -21,6 +22,8 @@ from burnish.plan.model import PlannedBeside, PlannedModel, Workload, shards_of
 
 _CHECKPOINTING = get_args(EngineConfig.model_fields["activation_checkpointing"].annotation)
 _VIRTUAL_STAGES = (1, 2, 4)
+_LARGER = (2, 4, 8)
+_WORTHWHILE = 0.95
 _DEGREES = {
     "torch": ("replicas", "sequence_parallel", "tensor_parallel", "expert_parallel"),
     "megatron": (
@@ -160,6 +163,22 @@ class Planner:
             return None, error
         plan = next(self._plans(engine, [engine.activation_checkpointing]))
         return plan, None if plan.fits else self.refusal(plan)
+
+    def larger_microbatch(self, plan: Plan) -> tuple[int, Plan] | None:
+        """Return tokens per device of larger micro-batches that fit and take less time, and the plan; None if there are none.
+
+        They gather weights less often, which counts most for mixtures of experts.
+        """
+        quickest = None
+        for times in _LARGER:
+            larger = copy(self)
+            larger.work = replace(self.work, budget=times * self.work.budget)
+            larger._clock = replace(self._clock, work=larger.work)
+            found = next(larger._plans(plan.engine, [plan.engine.activation_checkpointing]))
+            before = plan if quickest is None else quickest[1]
+            if found.fits and found.step_seconds <= _WORTHWHILE * before.step_seconds:
+                quickest = larger.work.budget, found
+        return quickest
 
     def refusal(self, plan: Plan) -> UsageError:
         """Return the error of a plan that does not fit, with remedies."""

@@ -1,7 +1,7 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.models.known_sizes import QWEN3_8B
+from support.models.known_sizes import QWEN3_8B, QWEN3_30B_A3B
 from support.nightly import draws
 
 from burnish.config.document import dump_yaml
@@ -64,6 +64,22 @@ def test_automatic_slots_are_as_many_as_fit():
     assert not any(plan.fits for plan in whole)
     assert fitting[0].fits
     assert fitting[0].phases["rollout"]["kv cache"] < whole[0].phases["rollout"]["kv cache"]
+
+
+def test_larger_microbatches_are_advised_where_weights_travel_too_often():
+    mixture = SFT | {
+        "model": SFT["model"] | {"fresh": QWEN3_30B_A3B},
+        "batch": {"examples": 512, "tokens_per_device": 8192},
+        "engine": {"activation_checkpointing": "full"},
+    }
+    tokens, larger = planner(mixture, devices="8xH100-80G").larger_microbatch(
+        plan_of(mixture, devices="8xH100-80G")
+    )
+    set_so = mixture | {"batch": {"examples": 512, "tokens_per_device": tokens}}
+    assert larger == plan_of(set_so, devices="8xH100-80G")
+    assert larger.fits
+    assert larger.step_seconds < 0.95 * plan_of(mixture, devices="8xH100-80G").step_seconds
+    assert planner().larger_microbatch(plan_of()) is None
 
 
 OFFLOADED = SFT | {"engine": {"activation_offload": True}}
