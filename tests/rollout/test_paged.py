@@ -18,7 +18,7 @@ from support.models.generators import builtin
 from support.models.tiny import FAMILIES, MIXTURES, WITH_STATE, tiny_model
 from support.nightly import by_day
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
@@ -175,6 +175,41 @@ def test_steps_of_equal_rows_read_equal_shapes_at_equal_addresses(
         assert not reads.intersection(call[0] for call in same[0])
         for calls in same[1:]:
             assert calls == same[0]
+
+
+class _Called(TorchDispatchMode):
+    """Counts calls of torch."""
+
+    count = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_the_host_asks_for_little_around_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A graph replaces `_compute_packed`, so the host has the rest of a step: 1 to 2 µs a call, of 40 µs that a step may take."""
+    around: list[int] = []
+
+    class Watched(PagedDecoding):
+        def _compute_packed(self, rows: int) -> tuple[Tensor, Tensor | None]:
+            with _disable_current_modes():
+                return super()._compute_packed(rows)
+
+        def _step(self, running: int) -> None:
+            with _Called() as called:
+                super()._step(running)
+            around.append(called.count)
+
+    use_blocks(monkeypatch, 64)
+    monkeypatch.setattr("burnish.rollout.builtin.paged_decoding.PagedDecoding", Watched)
+    builtin(tiny_model("qwen3"), slots=16).generate(
+        make_requests((1, 5, 23), samples=5), Sampling(40, top_k=20)
+    )
+    assert len(around) == 39  # the first token comes with the prompt
+    assert 0 < max(around) <= 20
 
 
 class _Kernels:
