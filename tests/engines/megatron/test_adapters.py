@@ -58,6 +58,7 @@ CASES: dict[int, list[Case]] = {
         ("gemma3_text", SOME, {"activation_checkpointing": "selective"}),
         ("glm4", LINEAR, FULL),  # with gate and up in one tensor
         ("qwen3_next", OF_STATES, FULL),
+        ("qwen3_5_text", LINEAR, {}),
     ],
     2: [
         ("qwen2", LINEAR, {}),
@@ -74,6 +75,7 @@ CASES: dict[int, list[Case]] = {
         ("qwen2_moe", LINEAR, TP | FULL),  # with the gate of the shared expert
         ("qwen3_next", OF_STATES, {"sequence_parallel": 2}),
         ("qwen3_5_text", LINEAR, {"sequence_parallel": 2}),  # with four input projections
+        ("qwen3_5_text", LINEAR, TP),
         ("qwen3_moe", WITH_EXPERTS, {"expert_parallel": 2}),
         ("qwen3_moe", WITH_EXPERTS, TP),
         ("qwen3_moe", WITH_EXPERTS, TP | {"expert_tensor_parallel": 1}),

@@ -73,7 +73,12 @@ def trained_by_peft(path: Path, lora: LoraConfig, plain: Sequence[str] = ()) -> 
 def require_like_peft(
     ranks: Sequence[Mapping[str, Any]], wanted: Mapping[str, Any], what: str
 ) -> None:
-    """Losses, norms, log-probs, gradients, weights and moments of `train_rank` are those of `trained_by_peft`."""
+    """Losses, norms, log-probs, gradients, weights and moments of `train_rank` are those of `trained_by_peft`.
+
+    AdamW divides each gradient by its own size. So a weight whose gradient is smaller than what fp32 decides moves as rounding says, and
+    is left out: a head of Gated DeltaNet that forgets at once has gates of this kind. There, transformers in fp32 is as far from fp64 as
+    the engines are.
+    """
     for rank in ranks:
         assert rank["losses"] == pytest.approx(wanted["losses"], rel=2e-6), what
         assert rank["norms"] == pytest.approx(wanted["norms"], rel=1e-5), what
@@ -85,9 +90,19 @@ def require_like_peft(
     expected = {saved_name(n): t for n, t in (wanted["weights"] | wanted["slots"]).items()}
     trained = {name for name in found if "lora_" in name}
     assert trained == expected.keys(), what
+    decided = {
+        saved_name(name): (gradient.abs() >= 1e-5 * gradient.norm()) | (gradient == 0)
+        for name, gradient in wanted["gradients"].items()
+    }
     for kind in ("base_model", "exp_avg/", "exp_avg_sq/"):
         mine, theirs = (
-            torch.cat([held[n].flatten() for n in sorted(trained) if n.startswith(kind)])
+            torch.cat(
+                [
+                    held[n][decided.get(n, ...)].flatten()
+                    for n in sorted(trained)
+                    if n.startswith(kind)
+                ]
+            )
             for held in (found, expected)
         )
         assert_relative(mine, theirs, 2e-5, f"{what}: {kind}")
