@@ -22,7 +22,7 @@ _ACTIVATIONS = {
     "backward": (1, 0, 0, 0, 2, 2),
 }
 _MLP_INPUTS = {
-    "gate_proj", "up_proj", "gate_up_proj", "experts.gate_up_proj", "shared_expert_gate",
+    "gate_proj", "up_proj", "gate_up_proj", "experts.gate_up_proj", "shared_expert_gate", "wg",
 }  # fmt: skip
 _BEHIND_MLP = {"down_proj", "experts.down_proj"}
 _BEHIND = _BEHIND_MLP | {"o_proj", "out_proj"}

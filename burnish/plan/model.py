@@ -37,7 +37,7 @@ _MLP = ("gate_proj", "up_proj", "down_proj")
 # Suffixes of linear layers whose columns tensor parallelism divides.
 _CUT_BY_COLUMNS = ("o_proj", "down_proj", "out_proj")
 # Linear layers that every tensor rank holds, and other parameters of heads, which tensor ranks divide.
-_WHOLE = ("q_a_proj", "kv_a_proj_with_mqa", "shared_expert_gate")
+_WHOLE = ("q_a_proj", "kv_a_proj_with_mqa", "shared_expert_gate", "wg")
 _CUT_BY_HEADS = ("linear_attn.A_log", "linear_attn.dt_bias", "linear_attn.conv1d.weight", "sinks")
 
 

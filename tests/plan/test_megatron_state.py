@@ -29,8 +29,6 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "experts": {"expert_parallel": 2},
 }
 EXPERTS = LoraConfig(rank=4, targets=["o_proj", "experts.gate_up_proj", "experts.down_proj"])
-UNADAPTED = ("hunyuan_v1_moe",)
-"""Types whose routers are linear layers, which the engine does not adapt."""
 Case = tuple[str, dict[str, Any], LoraConfig | None]
 
 
@@ -84,8 +82,7 @@ def planned(kind: str, settings: dict[str, Any], lora: LoraConfig | None) -> dic
 
 def cases_of(kind: str) -> list[Case]:
     routed = FAMILIES[kind].has_router
-    adapters: list[LoraConfig | None] = [None]
-    adapters += [] if kind in UNADAPTED else [LoraConfig(rank=4)]
+    adapters: list[LoraConfig | None] = [None, LoraConfig(rank=4)]
     adapters += [EXPERTS] if routed and not FAMILIES[kind].stacks_experts else []
     layouts = [each for name, each in LAYOUTS.items() if routed or name != "experts"]
     return [(kind, layout, lora) for layout in layouts for lora in adapters]

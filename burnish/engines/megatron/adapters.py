@@ -27,7 +27,7 @@ from burnish.boxes.box import Box, whole
 from burnish.config.schema import LoraConfig
 from burnish.engines.megatron.distributed_optimizer import checkpoint_regions
 from burnish.engines.megatron.model import PackedGPT
-from burnish.engines.megatron.modules import GroupedLinear, grouped_linear
+from burnish.engines.megatron.modules import GroupedLinear, PlainRouter, grouped_linear
 from burnish.errors import IncompatibleError, few
 from burnish.models.heads import has_value_head
 from burnish.models.lora.adapter import Adapter, LowRankDelta
@@ -75,7 +75,7 @@ class StageAdapters:
         factors: Factors
         if isinstance(layer, GroupedLinear):
             factors = ExpertFactors(layer, regions, self.whole, groups)
-        elif kind == "weight" and isinstance(layer, nn.Linear):  # whole on every tensor rank
+        elif kind == "weight" and isinstance(layer, nn.Linear | PlainRouter):  # whole on each rank
             layers = _layers_of(regions, self.whole.changes)
             factors = LinearFactors(stage, layer.weight, None, regions, layers, self.whole)
         elif kind == "weight" and (dim := _cut_dim(layer)) is not None:
@@ -92,7 +92,8 @@ class StageAdapters:
                 do="name other layers in model.lora.targets, or set engine.kind=torch",
             )
         layer.add_module("lora", factors)
-        layer.register_forward_hook(_add)
+        if not isinstance(layer, PlainRouter):  # which adds to its logits
+            layer.register_forward_hook(_add)
         self._factors.append(factors)
         self.regions |= {factors.a: factors.regions_of_a, factors.b: factors.regions_of_b}
 
@@ -151,15 +152,16 @@ class Factors(nn.Module):
     scale: float
     """s; 0 turns the adapter off."""
 
+    def added(self, output: Tensor, *args: Any) -> Tensor:
+        """Return a layer's output plus what the adapter makes of its inputs."""
+        return output if self.scale == 0.0 else torch.add(output, self(*args), alpha=self.scale)
+
 
 def _add(layer: Any, args: tuple[Any, ...], output: Any) -> Any:
-    """Add what the adapter makes of a layer's inputs to its output: `Module.register_forward_hook`."""
-    factors = layer.lora
-    if factors.scale == 0.0:
-        return output
+    """Add the adapter's part to a layer's output: `Module.register_forward_hook`."""
     if not isinstance(output, tuple):
-        return torch.add(output, factors(*args), alpha=factors.scale)
-    return torch.add(output[0], factors(*args), alpha=factors.scale), *output[1:]
+        return layer.lora.added(output, *args)
+    return layer.lora.added(output[0], *args), *output[1:]
 
 
 def _factor(*shape: int) -> nn.Parameter:

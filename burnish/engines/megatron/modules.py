@@ -299,6 +299,8 @@ class PlainRouter(TopKRouter):
             device = torch.cuda.current_device()
             bias = torch.zeros(choice_bias, dtype=torch.float32, device=device)
             self.register_buffer("expert_bias", bias)
+        self.register_module("lora", None)
+        """An adapter of the weight (`burnish.engines.megatron.adapters`)."""
         self.number = 0
         self.instructions: Routing | None = None
         """Instructions for the next forward pass; their rows are those of this rank alone."""
@@ -306,8 +308,10 @@ class PlainRouter(TopKRouter):
     def gating(self, input: Tensor) -> Tensor:
         """Return logits [..., experts] of hidden states [..., H]."""
         if self.in_fp32:
-            return functional.linear(input.float(), self.weight.float())
-        return functional.linear(input, self.weight, self.bias)
+            logits = functional.linear(input.float(), self.weight.float())
+        else:
+            logits = functional.linear(input, self.weight, self.bias)
+        return logits if self.lora is None else self.lora.added(logits, input)
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return probabilities and choices, both [R, experts], from logits [R, 1, experts].

@@ -44,6 +44,8 @@ OF_STATES = LoraConfig(
     rank=3, alpha=5.0, targets=["in_proj_qkvz", "in_proj_ba", "out_proj", "q_proj"]
 )
 """Of Gated DeltaNet, and of attention."""
+OF_ROUTERS = LoraConfig(rank=3, alpha=5.0, targets=["wg", "o_proj"])
+"""Of Hunyuan's, which are linear layers."""
 SOME = LoraConfig(rank=2, alpha=3.0, targets=["down_proj", "k_proj"])
 TP: dict[str, Any] = {"tensor_parallel": 2}
 FULL = {"activation_checkpointing": "full"}
@@ -59,6 +61,7 @@ CASES: dict[int, list[Case]] = {
         ("glm4", LINEAR, FULL),  # with gate and up in one tensor
         ("qwen3_next", OF_STATES, FULL),
         ("qwen3_5_text", LINEAR, {}),
+        ("hunyuan_v1_moe", OF_ROUTERS, FULL),
     ],
     2: [
         ("qwen2", LINEAR, {}),
@@ -76,6 +79,8 @@ CASES: dict[int, list[Case]] = {
         ("qwen3_next", OF_STATES, {"sequence_parallel": 2}),
         ("qwen3_5_text", LINEAR, {"sequence_parallel": 2}),  # with four input projections
         ("qwen3_5_text", LINEAR, TP),
+        ("hunyuan_v1_moe", OF_ROUTERS, TP),
+        ("hunyuan_v1_moe", OF_ROUTERS, {"expert_parallel": 2}),
         ("qwen3_moe", WITH_EXPERTS, {"expert_parallel": 2}),
         ("qwen3_moe", WITH_EXPERTS, TP),
         ("qwen3_moe", WITH_EXPERTS, TP | {"expert_tensor_parallel": 1}),
@@ -187,7 +192,6 @@ def test_every_layout_of_either_engine_loads_what_others_saved(
 @pytest.mark.parametrize(
     ("family", "lora"),
     [
-        ("hunyuan_v1_moe", LINEAR),  # whose default layers include the router
         ("qwen3", LoraConfig(rank=2, alpha=3.0, dora=True)),
         ("qwen3", LoraConfig(rank=2, alpha=3.0, modules_to_save=["lm_head"])),
     ],
