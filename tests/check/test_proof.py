@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import logging
 import re
+import runpy
 import sys
 from contextlib import nullcontext
 from pathlib import Path
@@ -39,6 +40,7 @@ from burnish.rollout.builtin import decoding as builtin_decoding
 from burnish.rollout.builtin import forward
 
 CPU = torch.device("cpu")
+PAGE = Path(__file__).parents[2] / "docs/reference/models.md"
 SIZES = {
     "vocab_size": 97,
     "hidden_size": 64,
@@ -378,9 +380,14 @@ def test_the_families_of_the_table_pass(family: str) -> None:
     prove(tiny_config(family))
 
 
+@pytest.mark.nightly
+def test_the_page_of_models_has_the_table_of_megatron() -> None:
+    script = runpy.run_path(str(PAGE.parents[2] / "scripts/reference_pages.py"))
+    assert script["models_page"](PAGE.read_text()) == PAGE.read_text(), "run make docs"
+
+
 def test_the_page_of_models_names_what_is_compared() -> None:
-    page = Path(__file__).parents[2] / "docs/reference/models.md"
-    sections = dict(each.split("\n", 1) for each in page.read_text().split("\n## ")[1:])
+    sections = dict(each.split("\n", 1) for each in PAGE.read_text().split("\n## ")[1:])
     titles = ("Trained", "Refused", "With the Megatron engine")
     rows = ["".join(re.findall(r"^\|.*", sections[each], re.MULTILINE)) for each in titles]
     names = [sorted(re.findall(r"`([\w-]+)`", each)) for each in rows]
