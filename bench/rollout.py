@@ -7,7 +7,9 @@ All processes have one thread and compute in fp32 on the CPU. vLLM takes part if
 - `tokens`: 16 prompts of 24 tokens, 8 samples of each, 64 tokens each, 5 M parameters; beside Hugging Face `generate`.
 - `vllm`: the same completions from vLLM in a process beside the trainer, and from vLLM alone with draws of its own and their log-probs.
 - `update`: the weights of a model of 350 MB, beside a copy of the tensors within this process, and vLLM's own `reload_weights`.
-- `weights`: the same weights to a process beside the trainer, through memory that both map, and through a socket as to another machine.
+- `weights`: the same weights to a process beside the trainer: through memory that both map, by broadcast (gloo) and over HTTP as to another
+  machine. The limits are a copy within this process, and a broadcast of as many bytes to a process that does nothing with them. Beside the
+  time of all, there are the time of the main thread, and the bytes over HTTP.
 - `ahead`: `burnish rl` with `rollout.place: child`, `rollout.ahead` 0 and 1, in turns. `SLOTS` is chosen so that generating
   and training take equally long. The figure is the median of a run's steps without the first two and the last two.
 
@@ -20,6 +22,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from functools import partial
@@ -31,18 +34,23 @@ from unittest.mock import patch
 
 import numpy as np
 import torch
+import torch.distributed as dist
 import yaml
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from bench.machine import Result, command_line, interleaved, ratio, report
 from bench.peers import Peer
 from bench.words import model_config, write_prompts, write_tokenizer
-from burnish.boxes.shards import Publication, Shard
+from burnish.boxes.shards import Publication, Shard, TensorSpec
 from burnish.config.load import read_config
 from burnish.methods.parts.generators import make_generator
 from burnish.models.names import model_shards
 from burnish.records import Request
+from burnish.rollout import messages
 from burnish.rollout.base import Generator, Sampling
+from burnish.rollout.client import Server, Upload
+from burnish.rollout.staging import Staging, make_stagings
 from burnish.runs.setup import lay_foundation
 from burnish.tracking.trackers import read_metrics
 
@@ -60,8 +68,8 @@ PLACES = {
 """Engine and place of each side."""
 SLOTS = 32
 STEPS = 12
-GOALS = {"child": 1 / 1.5, "servers": 1 / 3}
-"""Goals for the time of vLLM's own `reload_weights` over that of an update, by place."""
+GOALS = {"child": 1 / 1.5, "servers": 1 / 3, "memory": 2.0, "gloo": 1.5}
+"""Goals for the time of vLLM's own `reload_weights` over that of an update, by place, and for that of HTTP over that of another way."""
 
 
 @contextmanager
@@ -237,31 +245,110 @@ def update(rounds: int) -> list[Result]:
     ]
 
 
+WAYS = ("memory", "gloo", "HTTP")
+
+
+def unmappable(specs: Sequence[TensorSpec], device: torch.device | None) -> list[Staging]:
+    """Return memory that no other process maps, as if it were on another machine."""
+    stagings = make_stagings(specs, device)
+    for staging in stagings:
+        staging.offer["process"] = 1 << 30
+    return stagings
+
+
 def weights(rounds: int) -> list[Result]:
-    """Measure GB/s of weights to a process on this machine. The limit is a copy of the tensors in memory."""
+    """Measure the ways of weights to a process on this machine: GB/s, seconds of the main thread, and bytes over HTTP."""
+    stagings: dict[str, Any] = {"gloo": unmappable, "HTTP": lambda *given: []}
+    threads: dict[str, list[float]] = {way: [] for way in WAYS}
+    over_http = dict.fromkeys(WAYS, 0)
+    plain_send = Server.send
     with world("88m") as directory, ExitStack() as stack:
         shards = list(model_shards(fresh_model(directory)))
         room = [torch.empty_like(shard.tensor) for shard in shards]
         foundation = lay_foundation(
             read_config(str(directory / "config.yaml"), ["rollout.place=child"])
         )
-        mapped, sent = (stack.enter_context(closing(make_generator(foundation))) for _ in range(2))
+        made = {way: stack.enter_context(closing(make_generator(foundation))) for way in WAYS}
 
-        def through_socket() -> None:
-            with patch("burnish.rollout.client.is_here", lambda connection: False):
-                sent.load_weights(Publication(shards), 0)
+        def load(way: str) -> None:
+            def send(server: Server, upload: Upload, message: messages.Parts) -> None:
+                over_http[way] += sum(map(len, message))
+                plain_send(server, upload, message)
 
-        sides: dict[str, Callable[[], object]] = {
-            "memory": lambda: mapped.load_weights(Publication(shards), 0),
-            "socket": through_socket,
-            "copy": partial(copy, shards, room),
-        }
+            over_http[way] = 0
+            begin = time.thread_time()
+            target = "burnish.rollout.client.make_stagings"
+            with (
+                patch(target, stagings.get(way, make_stagings)),
+                patch.object(Server, "send", send),
+            ):
+                made[way].load_weights(Publication(shards), 0)
+            threads[way].append(time.thread_time() - begin)
+
+        sides: dict[str, Callable[[], object]] = {way: partial(load, way) for way in WAYS}
+        sides["copy"] = partial(copy, shards, room)
+        sides["broadcast"] = stack.enter_context(plain_broadcast(shards))
         seconds = interleaved(sides, rounds)
     size = sum(shard.tensor.nbytes for shard in shards) / 1e9
     speed = {name: size / median(times) for name, times in seconds.items()}
-    found = ratio(seconds["socket"], seconds["memory"])
-    figures = speed["memory"], speed["socket"], speed["copy"]
-    return [Result("rollout/weights/child", *figures, "GB/s", found, 2.0)]
+    results = list[Result]()
+    for way, limit in {"memory": "copy", "gloo": "broadcast"}.items():
+        found = ratio(seconds["HTTP"], seconds[way])
+        figures = speed[way], speed["HTTP"], speed[limit]
+        results.append(Result(f"rollout/weights/{way}", *figures, "GB/s", found, GOALS[way]))
+        found = ratio(threads["HTTP"], threads[way])
+        pair = median(threads[way]) / size, median(threads["HTTP"]) / size
+        results.append(
+            Result(f"rollout/weights/{way}, main thread", *pair, None, "s/GB", found, GOALS[way])
+        )
+        pair = over_http[way] / size / 1e9, over_http["HTTP"] / size / 1e9
+        name = f"rollout/weights/{way}, bytes over HTTP"
+        results.append(Result(name, *pair, None, "of the weights'", pair[1] / pair[0], 100.0))
+    return results
+
+
+@contextmanager
+def plain_broadcast(shards: Sequence[Shard]) -> Iterator[Callable[[], None]]:
+    """Yield a function that broadcasts as many bytes as the shards have to another process, in buffers as Burnish's."""
+    size = sum(shard.tensor.nbytes for shard in shards)
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    program = (
+        "import sys, torch\n"
+        "from bench.rollout import gloo_pair\n"
+        "port, size = map(int, sys.argv[1:])\n"
+        "group, buffer = gloo_pair(port, 1), torch.empty(size, dtype=torch.uint8)\n"
+        "while sys.stdin.readline():\n"
+        "    for part in buffer.chunk(8):\n"
+        "        group.broadcast(part, 0).wait()\n"
+        "    print(flush=True)\n"
+    )
+    command = [sys.executable, "-c", program, str(store.port), str(size)]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as peer:
+        assert peer.stdin is not None
+        assert peer.stdout is not None
+        to_peer, from_peer = peer.stdin, peer.stdout
+        group = gloo_pair(store.port, 0)
+        buffer = torch.empty(size, dtype=torch.uint8)
+
+        def broadcast() -> None:
+            print(file=to_peer, flush=True)
+            for part in buffer.chunk(8):
+                group.broadcast(part, 0).wait()
+            from_peer.readline()
+
+        yield broadcast
+        to_peer.close()
+
+
+def gloo_pair(port: int, rank: int) -> Any:
+    """Return a group of two processes that meet at a port of this machine."""
+    store = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+    options._threads = 1
+    return dist.ProcessGroupGloo(store, rank, 2, options)
 
 
 def copy(shards: Sequence[Shard], room: Sequence[torch.Tensor]) -> None:

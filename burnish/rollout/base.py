@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
 import torch
 from transformers import PretrainedConfig
@@ -15,6 +15,9 @@ from burnish.config.schema import LoraConfig
 from burnish.distributed.layout import Layout
 from burnish.errors import BurnishError, UsageError
 from burnish.records import Completion, Request
+
+if TYPE_CHECKING:
+    from burnish.rollout.weight_group import Receivers
 
 Decode = Callable[[Sequence[int]], str]
 """Turns token ids into text, with or without special tokens."""
@@ -68,6 +71,8 @@ class Generator(Protocol):
 
     called_by_rank0: bool = False
     """Whether rank 0 alone calls `generate`, for all ranks, perhaps in a thread while training goes on."""
+    receivers: Receivers | None = None
+    """Other processes that hold the model, if they can take weights themselves."""
 
     def __init__(  # noqa: PLR0913
         self,

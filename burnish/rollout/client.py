@@ -34,6 +34,7 @@ from burnish.rollout import messages
 from burnish.rollout.base import Generator, RunningRequest, Sampling, Watch
 from burnish.rollout.connections import PacedResponse, connection_to
 from burnish.rollout.staging import Staging, is_here, make_stagings
+from burnish.rollout.weight_group import FAILURES, Member, nccl_facts
 
 log = logging.getLogger("burnish")
 
@@ -64,7 +65,9 @@ class Upload:
     answer: PacedResponse | None = None
     """What the server says before it has all weights."""
     staging: Staging | None = None
-    """Memory that the server maps; without it, weights go over the connection."""
+    """Memory that the server maps, or that is broadcast to it; without it, weights go over the connection."""
+    member: Member | None = None
+    """This process's part in the group that `staging` is broadcast to."""
     unread: int = 0
     """Waves in that memory that the server has not read yet."""
 
@@ -84,6 +87,12 @@ class Server:
         self._headers = {"Authorization": f"Bearer {token}"}
         self._completing: HTTPConnection | None = None
         """The connection of the running `complete`, which `hang_up` shuts."""
+        self._member: Member | None = None
+        """This process's part in a group with the server, for weights."""
+        self._joins = True
+        """Whether no such group has failed."""
+        self._way = ""
+        """How weights go to the server, in words."""
 
     def about(self) -> dict[str, Any]:
         """Return the server's description: model, engine, version."""
@@ -116,32 +125,82 @@ class Server:
     ) -> Iterator[Upload]:
         """Start to send `owner`'s weights, with `anew` fixed ones first. Yield the upload for `send` and `finish`.
 
-        A server on this machine maps the first of `stagings` that it can.
+        Of `stagings`, a server on this machine maps the first that it can. Another one gets them by broadcasts.
         """
         with closing(self._connection()) as connection:
             upload = Upload(connection)
             with self.losing():
                 connection.connect()
-                may_map = bool(stagings) and is_here(connection.sock)
-                flags = "&anew=1" * anew + "&staging=1" * may_map
+                flags = "&anew=1" * anew + "&staging=1" * bool(stagings)
                 connection.putrequest("PUT", f"/weights?version={version}&owner={owner}{flags}")
                 connection.putheader("Authorization", self._headers["Authorization"])
                 connection.putheader("Transfer-Encoding", "chunked")
                 connection.endheaders()
-                if may_map:
+                if stagings:
                     self._offer(upload, stagings)
+                else:
+                    self._take_way("HTTP", is_worse=False)
             yield upload
 
     def _offer(self, upload: Upload, stagings: Sequence[Staging]) -> None:
-        self.send(upload, messages.encode({"offers": [each.offer for each in stagings]}))
+        """Agree with the server on a way for weights, as `burnish.rollout.weight_group` says."""
+        fields = {
+            "offers": [each.offer for each in stagings],
+            "group": self._member.id if self._member else "",
+            "joins": self._joins,
+            "nccl": nccl_facts(stagings[0].device),
+        }
+        self.send(upload, messages.encode(fields))
         upload.answer = self.answer(upload.connection)
-        mapped = self.next(upload.answer).fields["mapped"]
-        if mapped is not None:
-            upload.staging = stagings[mapped]
+        told = self.next(upload.answer).fields
+        if told["group"] is not None and (
+            self._member is None or told["group"]["id"] != self._member.id
+        ):
+            why = self._join(upload, told["group"], stagings[told["mapped"]].device)
+            self.send(upload, messages.encode({"why": why}))
+            told = self.next(upload.answer).fields
+            self._joins = told["group"] is not None
+        if told["group"] is None:
+            self.leave()
         else:
-            log.warning(
-                "weights go to %s through a socket: it cannot map memory of this process", self.url
-            )
+            upload.member = self._member
+        way = "HTTP"
+        if told["mapped"] is not None:
+            upload.staging = stagings[told["mapped"]]
+            kind = upload.staging.device.type
+            way = f"{upload.member.kind}" if upload.member else f"shared memory ({kind})"
+        is_worse = not self._joins or (way == "HTTP" and is_here(upload.connection.sock))
+        self._take_way(way, clipped(told["why"], _WHY_CHARACTERS), is_worse=is_worse)
+
+    def _join(self, upload: Upload, invitation: Mapping[str, Any], device: torch.device) -> str:
+        """Join a server's group; return why this process cannot, or nothing."""
+        self.leave()
+        there = upload.connection.sock.getpeername()[0]
+        here = upload.connection.sock.getsockname()[0]
+        try:
+            self._member = Member(invitation, 0, device, there, here, self.timeout)
+        except FAILURES as error:
+            return f"{type(error).__name__}: {error}"
+        return ""
+
+    def _take_way(self, way: str, why: str = "", *, is_worse: bool) -> None:
+        """Name the way of weights when it changes."""
+        if way != self._way:
+            self._way = way
+            level = logging.WARNING if is_worse else logging.INFO
+            log.log(level, "weights go to %s over %s%s", self.url, way, why and f": {why}")
+
+    def leave(self) -> None:
+        """End the group with the server, if there is one."""
+        if self._member is not None:
+            self._member.leave()
+            self._member = None
+
+    def broadcast(self, upload: Upload) -> None:
+        """Begin to broadcast what the upload's memory has last handed over, if there is a group."""
+        if upload.member is not None and upload.staging is not None:
+            with self.losing():
+                upload.member.send(upload.staging.handed_over)
 
     def send(self, upload: Upload, message: messages.Parts) -> None:
         """Send a message of an upload."""
@@ -165,6 +224,8 @@ class Server:
             while upload.unread > unread:
                 self.next(cast(PacedResponse, upload.answer)).fields["read"]
                 upload.unread -= 1
+                if upload.member is not None:
+                    upload.member.acknowledge()
 
     def finish(self, upload: Upload) -> None:
         """Wait until the server holds the weights. Raises its own error too."""
@@ -497,10 +558,14 @@ class ServedGenerator(Generator):
 
     def _hand_over(self, staging: Staging, uploads: Mapping[Server, Upload]) -> None:
         """Tell the servers what the current buffer holds."""
-        if not staging.is_empty:
-            self._send_message(staging.turn(), uploads)
-            for upload in uploads.values():
-                upload.unread += 1
+        if staging.is_empty:
+            return
+        self._send_message(staging.turn(), uploads)
+        for server in uploads.keys() & self._fed:
+            with self._losing(server):
+                server.broadcast(uploads[server])
+        for upload in uploads.values():
+            upload.unread += 1
 
     def _share_lost(self) -> list[str]:
         """Tell all ranks which servers are lost; return their urls. Collective."""
@@ -513,6 +578,7 @@ class ServedGenerator(Generator):
         for server in self._servers:
             if server.url in lost:
                 self._lose(server, lost[server.url])
+                server.leave()
         return list(lost)
 
     def _revive_lost(self) -> None:
@@ -558,6 +624,7 @@ class ServedGenerator(Generator):
         for server in {*self._servers, *self._loaded}:
             self._lost[server] = f"{server.url}: no longer asked"
             server.hang_up()
+            server.leave()
         for staging in self._stagings or ():
             staging.close()
         self._end()
@@ -568,6 +635,7 @@ class ServedGenerator(Generator):
             yield
         except (ServerLost, BurnishError) as error:
             self._lose(server, str(error))
+            server.leave()
 
     def _lose(self, server: Server, why: str) -> None:
         if server not in self._lost:

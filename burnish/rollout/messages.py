@@ -95,15 +95,15 @@ def encode_shard(shard: Shard) -> Parts:
 
 
 def read_shards(
-    stream: BinaryIO, read_wave: Callable[[Sequence[Any]], Iterator[Shard]] | None = None
+    stream: BinaryIO, read_wave: Callable[[Sequence[Any], int, int], Iterator[Shard]] | None = None
 ) -> Iterator[Shard]:
-    """Yield pieces of weights up to `LAST`. Raises `NONSENSE`. `read_wave` yields those that lie in shared memory."""
+    """Yield pieces of weights up to `LAST`. Raises `NONSENSE`. `read_wave` yields those that come another way."""
     while (message := read_message(stream)) is not None:
         fields = message.fields
         if fields.get("last"):
             return
         if read_wave is not None and "wave" in fields:
-            yield from read_wave(fields["wave"])
+            yield from read_wave(fields["wave"], *fields["span"])
             continue
         dtype = getattr(torch, fields["dtype"])
         spec = TensorSpec(fields["name"], tuple(fields["shape"]), dtype)

@@ -18,11 +18,12 @@ import hmac
 import io
 import logging
 import queue
+import select
 import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import closing, suppress
 from functools import partial
@@ -34,13 +35,14 @@ from urllib.parse import parse_qsl, urlsplit
 
 import torch
 
-from burnish.boxes.shards import Publication
+from burnish.boxes.shards import Publication, Shard
 from burnish.distributed.device import empty_cache
 from burnish.distributed.listening import HttpServer, listen, url_of
 from burnish.errors import BurnishError
 from burnish.rollout import messages
 from burnish.rollout.base import Generator
 from burnish.rollout.staging import MappedStaging, first_mapped
+from burnish.rollout.weight_group import FAILURES, Host, OwnProcess, Receivers
 
 # Seconds between polls of a call, and between messages to its client.
 _POLL_SECONDS = 0.2
@@ -61,18 +63,20 @@ class GeneratorServer:
         host: str = "127.0.0.1",
         port: int = 0,
         timeout: float = 600.0,
-        device: torch.device | None = None,
+        receivers: Receivers | None = None,
     ) -> None:
         """Listen at once. Clients with the token can read `about`.
 
-        The generator takes weights in memory of `device` too, if given. A client that is silent for `timeout` seconds within a request is gone. Raises `UsageError` if the address is taken.
+        `receivers` hold the generator's model, by default this process in host memory. A client that is silent for `timeout` seconds within a request is gone. Raises `UsageError` if the address is taken.
         """
         self._generator = generator
         self._token = token
         self._about = dict(about)
         self._timeout = timeout
-        self.device = device or torch.device("cpu")
-        """Where the generator takes weights, besides host memory."""
+        self.receivers = receivers or OwnProcess(torch.device("cpu"))
+        """Who takes weights, and in which memory besides that of the host."""
+        self.group = Host(self.receivers, timeout)
+        """The group that weights may come by."""
         self._last_progress = time.monotonic()
         self._version: int | None = None
         self._owner = ""
@@ -98,6 +102,7 @@ class GeneratorServer:
         finally:
             self._http.shutdown()
             self._http.server_close()
+            self.group.leave()
 
     def knows(self, header: str | None) -> bool:
         """Return whether an Authorization header has the token."""
@@ -141,12 +146,12 @@ class GeneratorServer:
         version: int,
         owner: str,
         anew: bool,
-        staging: MappedStaging | None = None,
+        read_wave: Callable[[Sequence[Any], int, int], Iterator[Shard]] | None = None,
     ) -> None:
-        """Load a body's weights for `owner`; until all have arrived there is no version. They may lie in `staging`."""
+        """Load a body's weights for `owner`; until all have arrived there is no version. `read_wave` yields those that come another way."""
         self._version = None
         self._owner = owner
-        read = partial(messages.read_shards, body, staging.read if staging else None)
+        read = partial(messages.read_shards, body, read_wave)
         fixed = read() if anew else iter(())
         changing = read()
         try:
@@ -157,6 +162,56 @@ class GeneratorServer:
             raise
         body.read()
         self._version = version
+
+    def take(
+        self,
+        fields: Mapping[str, Any],
+        body: BinaryIO,
+        address: str,
+        say: Callable[[messages.Parts], None],
+        load: Callable[..., None],
+    ) -> None:
+        """Agree with the sender on a way for weights, as `burnish.rollout.weight_group` says, and `load` them.
+
+        `fields` are its first message, and `address` is where it has found this machine. Raises `NONSENSE`.
+        """
+        own_device = self.receivers.device if self.receivers.count == 1 else torch.device("cpu")
+        mapped = first_mapped(fields["offers"], own_device)
+        why = ""
+        if fields["joins"] and not (mapped and self.group.prefers(fields["offers"][mapped[0]])):
+            try:
+                number, invitation = self.group.invite(fields, address)
+            except FAILURES as error:
+                why = str(error)
+            else:
+                say(messages.encode({"mapped": number, "group": invitation, "why": ""}))
+                is_member = invitation["id"] == fields["group"]
+                why = "" if is_member else self.group.join(invitation, address, body)
+                if not why:
+                    if not is_member:
+                        say(messages.encode({"mapped": number, "group": invitation, "why": ""}))
+                    self._load_joined(load, say)
+                    return
+        say(messages.encode({"mapped": mapped and mapped[0], "group": None, "why": why}))
+        if not mapped:
+            load()
+            return
+        with closing(MappedStaging(mapped[1], say)) as staging:
+            del mapped
+            load(staging.read)
+
+    def _load_joined(
+        self, load: Callable[..., None], say: Callable[[messages.Parts], None]
+    ) -> None:
+        def read(rows: Sequence[Any], begin: int, size: int) -> Iterator[Shard]:
+            yield from self.group.read(rows, begin, size)
+            say(messages.encode({"read": True}))
+
+        try:
+            load(read)
+        except Exception:
+            self.group.leave()
+            raise
 
     def complete(
         self, message: messages.Message, say: Callable[[messages.Parts], None]
@@ -282,25 +337,28 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer(_result_of(self._server.call(load, between_steps=True)))
 
     def _load_staged(self, body: BinaryIO, load: Callable[..., None]) -> None:
-        """Answer which offer of memory fits, if any, then when a buffer has been read, then the result."""
+        """Answer by which way weights come, then when a buffer has been read, then the result."""
         try:
             message = messages.read_message(body)
-            mapped = message and first_mapped(message.fields["offers"], self._server.device)
         except messages.NONSENSE:
+            message = None
+        if message is None:
             self.send_error(HTTPStatus.BAD_REQUEST)
             return
         self.send_response(HTTPStatus.OK)
         self.send_header("Transfer-Encoding", "chunked")
         self.end_headers()
-        self._say(messages.encode({"mapped": mapped and mapped[0]}))
-        if mapped:
-            with closing(MappedStaging(mapped[1], self._say)) as staging:
-                del mapped
-                call = self._server.call(partial(load, staging=staging), between_steps=True)
-                result = _result_of(call)
-        else:
-            result = _result_of(self._server.call(load, between_steps=True))
-        self._say(result)
+        address = self.connection.getsockname()[0]
+        take = partial(self._server.take, message.fields, body, address, self._say, load)
+        call = self._server.call(take, between_steps=True)
+        gone = select.poll()
+        gone.register(self.connection, select.POLLRDHUP)
+        while not wait([call], _POLL_SECONDS).done:
+            if gone.poll(0):
+                if not call.cancel():
+                    self._server.group.give_up()
+                wait([call])
+        self._say(_result_of(call))
         self.wfile.write(b"0\r\n\r\n")
 
     def _complete(self) -> None:

@@ -49,6 +49,8 @@ class Staging:
         """Make buffers for a model of so many bytes. Raises `OSError` or `RuntimeError` if it cannot."""
         size = min(_MOST_BYTES, max(_LEAST_BYTES, weight_bytes // _DIVISIONS))
         self._size = -(-size // ALIGN) * ALIGN
+        self.device = device
+        """Where the buffers are."""
         on_host = device.type == "cpu"
         file = os.memfd_create(_FILE)
         self.close: Callable[[], object] = weakref.finalize(self, os.close, file)
@@ -65,6 +67,8 @@ class Staging:
         if not on_host:
             self._memory = torch.empty(2 * self._size, dtype=torch.uint8, device=device)
             self.offer["device"] = _device_memory(self._memory)
+        self.handed_over = self._memory[:0]
+        """The bytes of the buffer that `turn` has last told of."""
         self._turn = 0
         self._used = 0
         self._rows: list[list[Any]] = []
@@ -94,8 +98,12 @@ class Staging:
 
     def turn(self) -> messages.Parts:
         """Return a message with the places of what the current buffer holds, and turn to the other one."""
-        synchronize(self._memory.device)
-        message = messages.encode({"wave": self._rows})
+        if self._memory.device.type != "cpu":
+            # Not the whole device: a broadcast to a process that has died would never end.
+            torch.accelerator.current_stream(self._memory.device).synchronize()
+        begin = self._turn * self._size
+        self.handed_over = self._memory[begin : begin + self._used]
+        message = messages.encode({"wave": self._rows, "span": [begin, self._used]})
         self._rows = []
         self._used = 0
         self._turn = 1 - self._turn
@@ -126,19 +134,24 @@ class MappedStaging:
         self._memory = memory
         self._tell = tell
 
-    def read(self, rows: Sequence[Sequence[Any]]) -> Iterator[Shard]:
+    def read(self, rows: Sequence[Sequence[Any]], begin: int, size: int) -> Iterator[Shard]:
         """Yield the pieces of a wave, views that are valid until the next piece. Raises `NONSENSE`."""
-        for name, shape, dtype_name, offsets, sizes, place in rows:
-            dtype = getattr(torch, dtype_name)
-            box = Box(tuple(offsets), tuple(sizes))
-            spec = TensorSpec(name, tuple(shape), dtype)
-            yield Shard(spec, box, _view(self._memory, place, dtype, box))
+        yield from pieces(self._memory[begin : begin + size], rows, begin)
         synchronize(self._memory.device)
         self._tell(messages.encode({"read": True}))
 
     def close(self) -> None:
         """Unmap the memory."""
         self._memory = torch.empty(0, dtype=torch.uint8)
+
+
+def pieces(memory: Tensor, rows: Sequence[Sequence[Any]], begin: int) -> Iterator[Shard]:
+    """Yield the pieces of a wave whose bytes from `begin` on lie in `memory`, as views. Raises `NONSENSE`."""
+    for name, shape, dtype_name, offsets, sizes, place in rows:
+        dtype = getattr(torch, dtype_name)
+        box = Box(tuple(offsets), tuple(sizes))
+        spec = TensorSpec(name, tuple(shape), dtype)
+        yield Shard(spec, box, _view(memory, place - begin, dtype, box))
 
 
 def first_mapped(

@@ -97,6 +97,20 @@ class TestServedGenerator(GeneratorContract):
         assert len(found) == 2 * (len(wanted) + model.config.tie_word_embeddings)
 
 
+@pytest.mark.nightly
+class TestWithBroadcastWeights(TestServedGenerator):
+    """No server maps the sender's memory, as on another machine."""
+
+    @pytest.fixture(autouse=True)
+    def _elsewhere(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("burnish.rollout.server.first_mapped", lambda offers, device: None)
+
+    def make(self, model: PreTrainedModel, **options: Any) -> ServedGenerator:
+        generator = super().make(model, **options)
+        assert {server._way for server in generator._servers} == {"gloo"}
+        return generator
+
+
 @contextmanager
 def scripted(*scripts: Callable[[socket.socket], None]) -> Iterator[Server]:
     """What takes weights, and then does to each request for completions what a script does; the last one again and again."""
@@ -110,7 +124,10 @@ def scripted(*scripts: Callable[[socket.socket], None]) -> Iterator[Server]:
                 if line.startswith(b"PUT"):
                     if b"staging" in line:  # it maps nothing
                         connection.sendall(
-                            response(chunk({"mapped": None}), b"Transfer-Encoding: chunked\r\n")
+                            response(
+                                chunk({"mapped": None, "group": None, "why": ""}),
+                                b"Transfer-Encoding: chunked\r\n",
+                            )
                         )
                     while stream.readline() != b"0\r\n":
                         pass

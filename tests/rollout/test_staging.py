@@ -7,7 +7,6 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from io import BytesIO
 from multiprocessing.connection import Connection
@@ -19,7 +18,19 @@ import torch
 from contracts.generator import assert_same, make_requests
 from hypothesis import given
 from hypothesis import strategies as st
-from support.models.servers import SAMPLING, TOKEN, VOCABULARY, alone, loaded, own, served, serving
+from support.models.servers import (
+    SAMPLING,
+    TOKEN,
+    VOCABULARY,
+    Reader,
+    alone,
+    feeding,
+    loaded,
+    own,
+    served,
+    serving,
+    staged,
+)
 from support.models.tiny import tiny_model
 from support.ranks.fork_server import Forked
 
@@ -31,40 +42,9 @@ from burnish.models.names import model_shards
 from burnish.rollout import messages
 from burnish.rollout.client import ServedGenerator, Server
 from burnish.rollout.staging import MappedStaging, Staging, first_mapped, make_stagings
+from burnish.rollout.weight_group import Host
 
 CPU = torch.device("cpu")
-PIECE = 10_000
-"""Elements of a piece: more than half of the smallest buffer in fp32."""
-
-
-def staged(count: int, version: int) -> list[Shard]:
-    """Pieces that say which they are."""
-    return [
-        Shard(
-            TensorSpec(f"w{number}", (PIECE,), torch.float32),
-            Box((0,), (PIECE,)),
-            torch.full((PIECE,), float(1000 * version + number)),
-        )
-        for number in range(count)
-    ]
-
-
-class Reader:
-    """A generator that only keeps what it gets, and does something at each piece."""
-
-    def __init__(self, at: Callable[[int], None] = lambda number: None) -> None:
-        self.at = at
-        self.got: list[tuple[str, Box, torch.Tensor]] = []
-
-    def load_weights(self, weights: Publication, version: int) -> None:
-        self.got = []
-        for shard in weights.changing:
-            self.at(len(self.got))
-            self.got.append((shard.spec.name, shard.box, shard.tensor.clone()))
-
-
-def feeding(server: Server, shards: Sequence[Shard]) -> ServedGenerator:
-    return ServedGenerator([server], [shard.spec for shard in shards], Layout())
 
 
 @given(
@@ -128,7 +108,7 @@ def test_a_buffer_is_not_written_before_it_has_been_read() -> None:
 def test_every_way_brings_the_same_weights_and_says_which_it_takes(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Through memory, to another machine, and where memory cannot be mapped."""
+    """Through memory, to another machine, where memory cannot be mapped, and where no group can be made either."""
     sent: list[int] = []
     plain_send = Server.send
 
@@ -136,23 +116,27 @@ def test_every_way_brings_the_same_weights_and_says_which_it_takes(
         sent[-1] += sum(map(len, message))
         plain_send(server, upload, message)
 
+    def refuse(*given: Any) -> None:
+        raise ValueError("no group here")
+
     monkeypatch.setattr(Server, "send", send)
     requests = make_requests()
     digests = []
-    for way in ("memory", "elsewhere", "refused"):
+    for way in ("shared memory (cpu)", "gloo", "HTTP"):
         with monkeypatch.context() as patch, serving(own(tiny_model())) as server:
-            if way == "elsewhere":
-                patch.setattr("burnish.rollout.client.is_here", lambda connection: False)
-            if way == "refused":
+            if way != "shared memory (cpu)":
                 patch.setattr("burnish.rollout.server.first_mapped", lambda offers, device: None)
+            if way == "HTTP":
+                patch.setattr(Host, "invite", refuse)
             sent.append(0)
             generator = loaded([server])
             assert_same(generator.generate(requests, SAMPLING), alone(requests))
             digests.append(dict(generator.checksums()))
-            assert (server.url in caplog.text) == (way == "refused")
+            assert server._way == way
+            assert (server.url in caplog.text) == (way == "HTTP")
     assert digests[0] == digests[1] == digests[2]
     weights = sum(shard.tensor.nbytes for shard in model_shards(tiny_model()))
-    assert sent[0] < weights / 4 < weights < min(sent[1:])
+    assert max(sent[:2]) < weights / 4 < weights < sent[2]
 
 
 def test_memory_of_others_is_not_taken() -> None:

@@ -20,6 +20,7 @@ from contracts.generator import (
 )
 from support.models.adapters import EXPERTS, published_beside
 from support.models.generators import builtin, make_generator
+from support.models.servers import served, serving
 from support.models.tiny import tiny_model
 from transformers import AutoConfig, PreTrainedModel
 
@@ -32,6 +33,7 @@ from burnish.models.names import model_shards
 from burnish.records import Request
 from burnish.rollout.base import Decode, Generator, Sampling
 from burnish.rollout.builtin.sampling import draw, uniforms
+from burnish.rollout.client import ServedGenerator
 from burnish.rollout.vllm.vllm_generator import VllmGenerator
 
 pytest.importorskip("vllm", exc_type=ImportError)
@@ -514,3 +516,17 @@ def test_two_processes_sample_the_same(engines: dict[Any, VllmGenerator]) -> Non
         assert sorted((spec.name, digest) for spec, digest in ours.checksums()) == sorted(held)
     with pytest.raises(UsageError, match="60"):
         ours.generate(requests, Sampling(21))
+    with serving(ours, timeout=60.0) as server:  # each process receives its copy
+        generator = served([server], model)
+        for seed in (2, 3):
+            oracle = builtin(made("qwen3_moe", seed), slots=16)
+            generator.load_weights(Publication(model_shards(made("qwen3_moe", seed))), seed)
+            assert (server._way, generator._lost) == ("gloo", {})
+            assert_same(generator.generate(requests, sampling), oracle.generate(requests, sampling))
+            held = [(shard.spec.name, shard.checksum()) for shard in oracle._model.shards()]
+            assert sorted((s.name, digest) for s, digest in server.checksums()) == sorted(held)
+        fewer = list(model_shards(made("qwen3_moe", 4)))[1:]
+        generator = ServedGenerator([server], [shard.spec for shard in fewer], Layout())
+        generator.load_weights(Publication(fewer), 4)
+        assert "lack" in generator._lost[server]
+        assert server.about()["version"] is None

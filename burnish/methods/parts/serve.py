@@ -40,6 +40,7 @@ from burnish.models.meta_init import build_on_meta
 from burnish.models.names import Region, regions
 from burnish.rollout.client import ServedGenerator, Server, ServerLost
 from burnish.rollout.server import GeneratorServer
+from burnish.rollout.weight_group import OwnProcess
 from burnish.runs.setup import Foundation, lay_foundation
 from burnish.runs.signals import StopRequested, catch_signals
 from burnish.tracking.rundir import RunDirectory
@@ -213,17 +214,19 @@ def _make_server(foundation: Foundation, token: str, host: str, port: int) -> Ge
         del os.environ[name]  # this process is no rank, whoever started it
     engine = foundation.config.rollout.engine
     about = {"model": _digest_of([*chain(*_specs(foundation))]), "engine": engine}
-    # SGLang, other processes of vLLM and its adapters take weights in host memory.
+    # SGLang and vLLM's adapters take weights in host memory.
     in_place = engine != "sglang" and foundation.config.rollout.tensor_parallel == 1
     in_place = in_place and foundation.config.model.adapter_beside is None
+    device = foundation.device if in_place else torch.device("cpu")
+    generator = local_generator(foundation)
     return GeneratorServer(
-        local_generator(foundation),
+        generator,
         token=token,
         about=about,
         host=host,
         port=port,
         timeout=foundation.config.rollout.timeout_seconds,
-        device=foundation.device if in_place else None,
+        receivers=generator.receivers or OwnProcess(device),
     )
 
 

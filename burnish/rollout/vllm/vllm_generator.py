@@ -160,6 +160,10 @@ class VllmGenerator(EngineGenerator):
             self._engine: Any = vllm.LLMEngine.from_vllm_config(engine, disable_log_stats=True)
             if experts and device.type == "cpu":
                 self._call(self._worker.begin_recording)
+        if tensor_parallel > 1 and lora is None:
+            from burnish.rollout.vllm.vllm_receivers import VllmReceivers
+
+            self.receivers = VllmReceivers(self._call, device, tensor_parallel)
 
     @staticmethod
     def require_supported(hf_config: PretrainedConfig, device: torch.device) -> None:

@@ -34,6 +34,7 @@ from burnish.files.safetensors import ADAPTER_PREFIX
 from burnish.models.routing import index_dtype
 from burnish.records import Experts
 from burnish.rollout.inference_engine import joined_layer
+from burnish.rollout.vllm.vllm_receivers import forget_received, received
 
 _EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(\w+)\.weight")
 # Families' names of an expert's second and third matrix. vLLM joins the first, gate_proj or w1, and the second.
@@ -47,6 +48,7 @@ _ROWS = 256
 
 def begin_load(worker: Any) -> frozenset[str]:
     """Prepare for new weights; return vLLM's names of the parameters to fill."""
+    forget_received(worker)
     model = worker.get_model()
     names = _plain(name for name, _ in model.named_parameters())
     for module in model.modules() if current_platform.is_cpu() else ():
@@ -57,11 +59,14 @@ def begin_load(worker: Any) -> frozenset[str]:
     return names
 
 
-def load_some(worker: Any, tensors: Iterable[tuple[str, Tensor]]) -> frozenset[str]:
-    """Hand tensors to the model, which keeps them until their layer is complete; return the parameters filled."""
+def load_some(worker: Any, tensors: Sequence[tuple[str, Tensor]]) -> frozenset[str]:
+    """Hand tensors to the model, which keeps them until their layer is complete; return the parameters filled.
+
+    The elements of those on the meta device have been received here.
+    """
     model = worker.get_model()
     with set_current_vllm_config(worker.vllm_config):
-        return _plain(model.load_weights(tensors))
+        return _plain(model.load_weights(received(worker, tensors)))
 
 
 def _plain(names: Iterable[str]) -> frozenset[str]:

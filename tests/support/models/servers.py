@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
-from burnish.boxes.shards import Publication
+from burnish.boxes.box import Box
+from burnish.boxes.shards import Publication, Shard, TensorSpec
 from burnish.distributed.layout import Layout
 from burnish.models.names import model_shards
 from burnish.records import Completion, Request
@@ -41,10 +42,51 @@ def own(
     )
 
 
+PIECE = 10_000
+"""Elements of a piece: more than half of the smallest buffer in fp32."""
+
+
+def staged(count: int, version: int) -> list[Shard]:
+    """Pieces that say which they are."""
+    return [
+        Shard(
+            TensorSpec(f"w{number}", (PIECE,), torch.float32),
+            Box((0,), (PIECE,)),
+            torch.full((PIECE,), float(1000 * version + number)),
+        )
+        for number in range(count)
+    ]
+
+
+class Reader:
+    """A generator that only keeps what it gets, and does something at each piece."""
+
+    def __init__(self, at: Callable[[int], None] = lambda number: None) -> None:
+        self.at = at
+        self.got: list[tuple[str, Box, torch.Tensor]] = []
+
+    def load_weights(self, weights: Publication, version: int) -> None:
+        self.got = []
+        for shard in weights.changing:
+            self.at(len(self.got))
+            self.got.append((shard.spec.name, shard.box, shard.tensor.clone()))
+
+
+def feeding(server: Server, shards: Sequence[Shard]) -> ServedGenerator:
+    return ServedGenerator([server], [shard.spec for shard in shards], Layout())
+
+
 @contextmanager
 def serving(generator: Any, timeout: float = 30.0, host: str = "127.0.0.1") -> Iterator[Server]:
     """A server in a thread."""
-    server = GeneratorServer(generator, token=TOKEN, about={}, timeout=timeout, host=host)
+    server = GeneratorServer(
+        generator,
+        token=TOKEN,
+        about={},
+        timeout=timeout,
+        host=host,
+        receivers=getattr(generator, "receivers", None),
+    )
     ended = threading.Event()
 
     def check() -> None:
