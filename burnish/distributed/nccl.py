@@ -50,7 +50,9 @@ class Nccl:
         """Open it, or take `library` instead. Raises `OSError` if there is none."""
         name = "librccl.so.1" if torch.version.hip else "libnccl.so.2"
         self._library = library or ctypes.CDLL(name)
-        pointer, number, size = ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t
+        pointer = ctypes.c_void_p
+        number = ctypes.c_int
+        size = ctypes.c_size_t
         for function, types in {
             "ncclGetVersion": [pointer],
             "ncclGetUniqueId": [pointer],

@@ -152,25 +152,25 @@ class Server:
         }
         self.send(upload, messages.encode(fields))
         upload.answer = self.answer(upload.connection)
-        told = self.next(upload.answer).fields
-        if told["group"] is not None and (
-            self._member is None or told["group"]["id"] != self._member.id
+        agreed = self.next(upload.answer).fields
+        if agreed["group"] is not None and (
+            self._member is None or agreed["group"]["id"] != self._member.id
         ):
-            why = self._join(upload, told["group"], stagings[told["mapped"]].device)
+            why = self._join(upload, agreed["group"], stagings[agreed["mapped"]].device)
             self.send(upload, messages.encode({"why": why}))
-            told = self.next(upload.answer).fields
-            self._joins = told["group"] is not None
-        if told["group"] is None:
+            agreed = self.next(upload.answer).fields
+            self._joins = agreed["group"] is not None
+        if agreed["group"] is None:
             self.leave()
         else:
             upload.member = self._member
         way = "HTTP"
-        if told["mapped"] is not None:
-            upload.staging = stagings[told["mapped"]]
+        if agreed["mapped"] is not None:
+            upload.staging = stagings[agreed["mapped"]]
             kind = upload.staging.device.type
             way = f"{upload.member.kind}" if upload.member else f"shared memory ({kind})"
         is_worse = not self._joins or (way == "HTTP" and is_here(upload.connection.sock))
-        self._take_way(way, clipped(told["why"], _WHY_CHARACTERS), is_worse=is_worse)
+        self._take_way(way, clipped(agreed["why"], _WHY_CHARACTERS), is_worse=is_worse)
 
     def _join(self, upload: Upload, invitation: Mapping[str, Any], device: torch.device) -> str:
         """Join a server's group; return why this process cannot, or nothing."""

@@ -43,7 +43,7 @@ FAILURES = (OSError, *messages.NONSENSE)
 """What joining and reading raise. torch's own errors are `RuntimeError`."""
 
 
-class Group(Protocol):
+class Broadcaster(Protocol):
     """Processes that get what rank 0 sends."""
 
     def broadcast(self, buffer: Tensor) -> Callable[[], bool]:
@@ -81,11 +81,16 @@ class _GlooGroup:
 
     def abort(self) -> None:
         self._group.abort()
-        # torch's destructor waits for broadcasts that nobody receives.
         rest = [self._group, self._works]
+        is_idle = all(work.is_completed() for work in self._works)
         del self._group
         self._works = []
-        threading.Thread(target=rest.clear, daemon=True).start()
+        if is_idle:
+            rest.clear()
+        else:
+            # torch's destructor waits for broadcasts that nobody receives, as long as their time-out. Python has to wait for the
+            # thread when it exits: it would end a daemon's by an exception that C++ does not let through.
+            threading.Thread(target=rest.clear, daemon=False).start()
 
 
 class Member:
@@ -110,7 +115,7 @@ class Member:
         self._device = device
         self._timeout = timeout
         self._buffer = torch.empty(0, dtype=torch.uint8, device=device)
-        self._group: Group | None = None
+        self._group: Broadcaster | None = None
         self._has_left = False
         self._limit: threading.Timer | None = None
         connect = min(_CONNECT_SECONDS, timeout / 2)
@@ -123,20 +128,34 @@ class Member:
         )
         self._store = PrefixStore(self.id, store)
         size = int(invitation["size"])
+        try:
+            if self.kind == "gloo":
+                self._group = _GlooGroup(self._store, rank, size, own_address, connect, timeout)
+                self._prove(rank, connect)
+            else:
+                self._join_nccl(rank, size, connect)
+        except BaseException:
+            self.leave()
+            raise
+
+    def _join_nccl(self, rank: int, size: int, connect: float) -> None:
+        from burnish.distributed.nccl import Communicator, Nccl
+
+        nccl = Nccl()
+        if rank == 0:
+            self._store.set("nccl", nccl.new_id().hex())
+        unique = bytes.fromhex(self._store.get("nccl").decode())
         failures = list[Exception]()
 
         def join() -> None:
             try:
-                group = self._opened(rank, size, own_address, connect)
-            except Exception as error:  # noqa: BLE001 - raised below
-                failures.append(error)
-                return
-            self._group = group
-            if self._has_left:
-                group.abort()
-                return
-            try:
-                self._prove(rank, connect)
+                with torch.cuda.device(self._device):
+                    group = Communicator(nccl, unique, rank, size, self._device)
+                    self._group = group
+                    if self._has_left:
+                        group.abort()
+                    else:
+                        self._prove(rank, connect)
             except Exception as error:  # noqa: BLE001 - raised below
                 failures.append(error)
 
@@ -144,28 +163,17 @@ class Member:
         work = threading.Thread(target=join, daemon=True)
         work.start()
         work.join(connect)
-        if work.is_alive() or failures:
-            self.leave()
-            raise failures[0] if failures else TimeoutError(f"nobody within {connect:g} s")
-
-    def _opened(self, rank: int, size: int, own_address: str, connect: float) -> Group:
-        if self.kind == "gloo":
-            return _GlooGroup(self._store, rank, size, own_address, connect, self._timeout)
-        from burnish.distributed.nccl import Communicator, Nccl
-
-        nccl = Nccl()
-        if rank == 0:
-            self._store.set("nccl", nccl.new_id().hex())
-        unique = bytes.fromhex(self._store.get("nccl").decode())
-        with torch.cuda.device(self._device):
-            return Communicator(nccl, unique, rank, size, self._device)
+        if work.is_alive():
+            raise TimeoutError(f"NCCL has not connected within {connect:g} s")
+        if failures:
+            raise failures[0]
 
     def _prove(self, rank: int, connect: float) -> None:
         """Broadcast the id, which also makes NCCL connect."""
         wanted = torch.frombuffer(bytearray.fromhex(self.id), dtype=torch.uint8)
-        found = wanted.to(self._device) if rank == 0 else torch.zeros_like(wanted).to(self._device)
-        self._receive(found, connect)
-        if found.tolist() != wanted.tolist():
+        proof = wanted.to(self._device) if rank == 0 else torch.zeros_like(wanted).to(self._device)
+        self._receive(proof, connect)
+        if proof.tolist() != wanted.tolist():
             raise ValueError("another group has answered")
 
     def send(self, buffer: Tensor) -> None:
@@ -212,7 +220,7 @@ class Member:
                     raise ValueError("the sender is gone")
             time.sleep(_PAUSE_SECONDS)
 
-    def _open_group(self) -> Group:
+    def _open_group(self) -> Broadcaster:
         if self._group is None:
             raise ValueError("the group has ended")
         return self._group
