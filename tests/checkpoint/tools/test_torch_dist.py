@@ -84,6 +84,12 @@ SAVED: dict[str, tuple[str, int, dict[str, Any], dict[str, Any] | None]] = {
     "Gated DeltaNet by head": ("qwen3_next", 1, {}, _NUMBERED),
     "Gated DeltaNet by head, cut": ("qwen3_next", 2, {"tensor_parallel": 2}, _NUMBERED),
     "Gated DeltaNet": ("qwen3_5_text", 2, {"tensor_parallel": 2}, _NUMBERED),
+    "TransformerEngine's names of Gated DeltaNet": (
+        "qwen3_5_text",
+        1,
+        {"layers": "transformer_engine"},
+        _NUMBERED,
+    ),
     "Gated DeltaNet and experts": ("qwen3_5_moe_text", 2, {"expert_parallel": 2}, _NUMBERED),
 }
 """Models, processes, settings, and what Megatron is told of how to save."""

@@ -113,9 +113,6 @@ def use_megatron_mixers(chunk: Any, directory: Path) -> None:
     if not any(hasattr(layer.self_attention, "mixer") for layer in chunk.decoder.layers):
         return
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
-    submodules = gated_delta_net.GatedDeltaNetSubmodules(
-        in_proj=ColumnParallelLinear, out_norm=_OffsetNorm, out_proj=RowParallelLinear
-    )
     inside = getattr(gated_delta_net, "common", gated_delta_net)
     with (
         mock.patch.object(inside, "HAVE_FLA", new=True),
@@ -135,14 +132,21 @@ def use_megatron_mixers(chunk: Any, directory: Path) -> None:
             config.linear_num_key_heads = plain.num_k_heads
             config.linear_num_value_heads = plain.num_v_heads
             groups = chunk.pg_collection
+            submodules = gated_delta_net.GatedDeltaNetSubmodules(
+                in_proj=type(ours.in_proj), out_norm=_OffsetNorm, out_proj=type(ours.out_proj)
+            )
             theirs = gated_delta_net.GatedDeltaNet(
                 config, submodules, layer.layer_number, pg_collection=groups
             )
             fill(theirs, plain, groups.tp.rank(), groups.tp.size())
+            if hasattr(ours.in_proj, "layer_norm_weight"):
+                theirs.in_proj.layer_norm_weight.copy_(ours.in_proj.layer_norm_weight)
             rows = torch.linspace(-1, 1, 80 * config.hidden_size).sin().view(80, 1, -1)
             found, _ = theirs(
                 rows.chunk(theirs.sp_size)[groups.tp.rank() % theirs.sp_size], attention_mask=None
             )
+            if hasattr(ours.in_proj, "layer_norm_weight"):
+                rows = model.get_submodule(f"model.layers.{ours.number}.input_layernorm")(rows)
             wanted = plain(rows.transpose(0, 1)).transpose(0, 1)
             wanted = wanted.chunk(theirs.sp_size)[groups.tp.rank() % theirs.sp_size]
             torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)
