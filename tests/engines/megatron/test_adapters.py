@@ -157,11 +157,21 @@ def off_ranks(
 def test_what_is_published_is_pefts_merged_model(
     tmp_path: Path, world: int, settings: dict[str, Any], optim: OptimConfig | None
 ) -> None:
-    path = save_tiny(tmp_path / "m", "qwen3_moe", torch.float32)
-    plain_adapted(path, WITH_EXPERTS).merge_and_unload().save_pretrained(tmp_path / "merged")
-    state = load_file(tmp_path / "merged/model.safetensors")
+    require_published(tmp_path, ("qwen3_moe", WITH_EXPERTS, settings), world, optim)
+
+
+@pytest.mark.nightly
+def test_an_adapter_of_routers_is_published(tmp_path: Path) -> None:
+    require_published(tmp_path, ("hunyuan_v1_moe", OF_ROUTERS, TP), 2, OPTIM)
+
+
+def require_published(root: Path, case: Case, world: int, optim: OptimConfig | None) -> None:
+    family, lora, settings = case
+    path = save_tiny(root / "m", family, torch.float32)
+    plain_adapted(path, lora).merge_and_unload().save_pretrained(root / "merged")
+    state = load_file(root / "merged/model.safetensors")
     told = {"kind": "megatron", **settings}
-    found = together(run_ranks(published_rank, world, path, WITH_EXPERTS, optim, told), "pieces")
+    found = together(run_ranks(published_rank, world, path, lora, optim, told), "pieces")
     assert found.keys() == state.keys()
     for name, weight in state.items():
         assert_relative(found[name], weight, 2e-7, name)
