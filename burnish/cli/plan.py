@@ -232,10 +232,10 @@ def _as_configured(configured: _Configured, best: Plan | None) -> Iterator[str]:
 
 def _larger(planner: Planner, plan: Plan) -> str:
     """Return the setting of larger micro-batches that take less time, with their needs; "" if there are none."""
-    found = planner.larger_microbatch(plan)
-    if found is None:
+    quicker = planner.larger_microbatch(plan)
+    if quicker is None:
         return ""
-    tokens, larger = found
+    tokens, larger = quicker
     took, takes = (_duration(each.step_seconds) for each in (plan, larger))
     need = bytes_text(larger.need)
     return (

@@ -174,10 +174,10 @@ class Planner:
             larger = copy(self)
             larger.work = replace(self.work, budget=times * self.work.budget)
             larger._clock = replace(self._clock, work=larger.work)
-            found = next(larger._plans(plan.engine, [plan.engine.activation_checkpointing]))
+            longer = next(larger._plans(plan.engine, [plan.engine.activation_checkpointing]))
             before = plan if quickest is None else quickest[1]
-            if found.fits and found.step_seconds <= _WORTHWHILE * before.step_seconds:
-                quickest = larger.work.budget, found
+            if longer.fits and longer.step_seconds <= _WORTHWHILE * before.step_seconds:
+                quickest = larger.work.budget, longer
         return quickest
 
     def refusal(self, plan: Plan) -> UsageError:
