@@ -19,6 +19,7 @@ from burnish.algorithms.aggregation import loss_lengths, sequence_means, to_toke
 from burnish.algorithms.base import LOG_RATIO_BOUND
 from burnish.algorithms.kl import kl_loss
 from burnish.config.algorithm import AlgorithmConfig
+from burnish.distributed.device import widest_float
 from burnish.records import MicroBatch
 from burnish.tracking.stats import EffectiveShare, Max, Mean, Stats
 
@@ -81,7 +82,7 @@ def mismatch_weights(
         rejected = ((measure < low) | (measure > high)) & micro.loss_mask
         weights = torch.where(rejected, 0.0, weights)
         stats |= {"mismatch_rejected": Mean(rejected.sum(), count)}
-    trained = torch.where(micro.loss_mask, weights, 0.0).double()
+    trained = torch.where(micro.loss_mask, weights, 0.0).to(widest_float(weights.device))
     stats["mismatch_ess"] = EffectiveShare(trained.sum(), trained.square().sum(), count)
     return torch.where(micro.loss_mask, weights, 1.0), stats
 

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from burnish.distributed.device import has_fp64
+from burnish.distributed.device import widest_float
 from burnish.distributed.layout import Layout
 from burnish.errors import BurnishError
 from burnish.records import to_device
@@ -186,7 +186,7 @@ def _agreed_kinds(stats: Stats, layout: Layout) -> dict[str, type[Metric]]:
 
 
 def _pack(numbers: list[Number], device: torch.device) -> Tensor:
-    wide = torch.float64 if has_fp64(device) else torch.float32
+    wide = widest_float(device)
     plain = [0.0 if isinstance(number, Tensor) else float(number) for number in numbers]
     packed = to_device(torch.tensor(plain, dtype=wide), device)
     places = [place for place, number in enumerate(numbers) if isinstance(number, Tensor)]

@@ -109,6 +109,11 @@ def has_fp64(device: torch.device) -> bool:
     return device.type not in _WITHOUT_FP64
 
 
+def widest_float(device: torch.device) -> torch.dtype:
+    """Return fp64, or fp32 on a device without it."""
+    return torch.float64 if has_fp64(device) else torch.float32
+
+
 def device_name(device: torch.device) -> str:
     """Return the device's name from the driver or /proc/cpuinfo."""
     if device.type != "cpu":

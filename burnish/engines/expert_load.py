@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
-from burnish.distributed.device import has_fp64
+from burnish.distributed.device import widest_float
 from burnish.distributed.layout import Layout
 from burnish.engines.optim.optimizer import local
 from burnish.errors import IncompatibleError, UsageError
@@ -124,8 +124,7 @@ class BiasUpdates:
         self._rate = rate
         self._layout = layout
         # Whole numbers, but while several ranks compute a row each counts a part.
-        exact = torch.float64 if has_fp64(device) else torch.float32
-        self._counts = torch.zeros(sizes[:2], dtype=exact, device=device)
+        self._counts = torch.zeros(sizes[:2], dtype=widest_float(device), device=device)
 
     def count(self, routing: Routing) -> None:
         """Add the choices of a micro-batch's rows."""

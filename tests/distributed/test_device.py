@@ -23,6 +23,7 @@ from burnish.distributed.device import (
     synchronize,
     total_memory,
     used_memory,
+    widest_float,
 )
 from burnish.errors import UsageError
 
@@ -72,6 +73,7 @@ def test_products_in_bf16_are_those_of_the_processors_instructions():
 )
 def test_which_devices_have_fp64(kind, has):
     assert has_fp64(torch.device(kind)) is has
+    assert widest_float(torch.device(kind)) == (torch.float64 if has else torch.float32)
 
 
 @pytest.mark.parametrize(
