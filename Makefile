@@ -34,7 +34,7 @@ VERSIONS := $(addprefix tests/,config/test_keys.py data/test_sources.py data/tes
 
 # What is slow and far from training, and more examples of what Hypothesis draws. Run it before an issue ends, and while you work the
 # parts that your change touches: `make nightly-PART`. tests/support/parts.py says which files each has.
-PARTS := units commands models listed engines megatron layouts rollout runs methods served checkpoints kills gpu trackers vllm ray smollm environments verifiers nemo-gym
+PARTS := units commands models listed engines megatron layouts rollout runs methods served checkpoints kills gpu pretended trackers vllm ray smollm environments verifiers nemo-gym
 NIGHTLY := $(addprefix nightly-,$(PARTS))
 PART = files=$$($(BIN)/python tests/support/parts.py $*) && $(subst $(VENV),$(ENVIRONMENT),$(PYTEST)) $$files
 ENVIRONMENT := $(VENV)
@@ -44,7 +44,7 @@ nightly: $(NIGHTLY) nightly-oldest nightly-newest-megatron
 $(NIGHTLY): nightly-%: $(STAMP)
 	$(PART) -m '(nightly or hypothesis) and not contract' $(WORKERS)
 
-nightly-trackers nightly-vllm nightly-ray nightly-smollm nightly-environments nightly-verifiers nightly-nemo-gym: WORKERS :=
+nightly-pretended nightly-trackers nightly-vllm nightly-ray nightly-smollm nightly-environments nightly-verifiers nightly-nemo-gym: WORKERS :=
 nightly-trackers: ENVIRONMENT := $(SERVICES)
 nightly-trackers: $(SERVICES)/.installed
 nightly-vllm: ENVIRONMENT := $(VLLM)

@@ -30,6 +30,7 @@ PARTS = {
     "checkpoints": ("checkpoint", "files"),
     "kills": ("faults", "launch"),
     "gpu": ("gpu",),
+    "pretended": ("gpu/test_pretended_device.py",),
     "trackers": ("tracking/test_otlp.py", "tracking/test_services.py"),
     "vllm": (
         "rollout/test_vllm.py",
