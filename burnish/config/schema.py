@@ -523,9 +523,7 @@ class TrackingConfig(Section):
     rollouts_every: Literal["auto"] | Annotated[int, Field(ge=0)] = "auto"
     """Steps between files of rollouts; those of the first and the last step are written as well. auto: every step of a run of fewer than 50 steps, else every 10th. Unless it is 0, the completions of every validation are written too. 0: none."""
     rollouts_keep_gb: float = Field(5.0, gt=0)
-    """Maximum size of rollout files, in GB (10⁹ bytes). The oldest are removed first. The best, worst and some random rollouts of each step are removed last."""
-    rollout_tokens: bool = True
-    """Write the texts, log-probs and advantages of the tokens of these best, worst and random rollouts."""
+    """Maximum size of rollout files, in GB (10⁹ bytes). The oldest are removed first. The best, worst and some random rollouts of each step, which have their tokens' texts, log-probs and advantages too, are removed last."""
     trackers: list[
         Literal["tensorboard", "wandb", "mlflow", "trackio", "swanlab"] | ExtensionName
     ] = ["tensorboard"]

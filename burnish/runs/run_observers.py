@@ -89,8 +89,7 @@ class RunObservers:
         if wanted is None:
             return
         order, whole = wanted
-        if settings.rollout_tokens:
-            by_token = arrays_on_main(by_token, whole, layout)
+        by_token = arrays_on_main(by_token, whole, layout)
         rollouts = arriving(table, order, whole, layout)
         with agree(layout), self.writing(), rollouts as incoming:
             if self._main is not None:

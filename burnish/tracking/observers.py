@@ -99,8 +99,7 @@ class Observers:
 
         self._rollouts = rollouts
         self._rollouts.discard_rollouts_after(directory.rollouts, step)
-        texts = decode and partial(self._rollouts.texts_of_tokens, decode=decode)
-        self._token_texts = texts if settings.rollout_tokens else None
+        self._token_texts = decode and partial(self._rollouts.texts_of_tokens, decode=decode)
         resumed = (step if is_logged else step - 1) if step else None
         classes = {name: load_tracker(name) for name in settings.trackers}
         self._trackers: list[Tracker] = [

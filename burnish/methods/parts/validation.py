@@ -356,7 +356,7 @@ def _write_evaluation(
     rollouts = arriving(table, order, chosen(step, table), layout)
     settings = foundation.config
     texts = None
-    if settings.tracking.rollout_tokens and settings.rollout.engine != "openai":
+    if settings.rollout.engine != "openai":
         texts = partial(texts_of_tokens, decode=foundation.tokenizer.decode)
     with agree(layout), rollouts as incoming:
         try:
