@@ -90,7 +90,11 @@ def keep(
         with DirectoryReader(composite.directory) as reader:
             file = KeptFile.write(path, composite.rest, reader.read_range)
     else:
-        file = KeptFile.write(path, composite.rest, step.read)
+
+        def read(name: str, start: int, stop: int) -> Tensor:
+            return step.read(name, start, stop, composite.rest[name].dtype)
+
+        file = KeptFile.write(path, composite.rest, read)
     message = "the language model of %s is trained; %d other tensors are saved as they are: %s"
     _log.info(message, composite.directory, len(composite.rest), few(list(composite.rest)))
     return file.tensors

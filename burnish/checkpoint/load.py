@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -36,7 +37,7 @@ from burnish.distributed.collectives import agree, gather_objects
 from burnish.distributed.device import own_cores
 from burnish.distributed.host_memory import Arena
 from burnish.distributed.layout import Layout
-from burnish.errors import IncompatibleError, MissingError, table
+from burnish.errors import IncompatibleError, MissingError, few, table
 from burnish.files.durable import naming_failures
 from burnish.files.safetensors import Header
 
@@ -44,6 +45,8 @@ from burnish.files.safetensors import Header
 _HELD_BYTES = 2 << 20
 _READERS = 2  # threads, if the process has as many cores
 _ROWS = 12
+
+_log = logging.getLogger(__name__)
 
 _Described = tuple[torch.dtype, tuple[int, ...]]
 
@@ -193,15 +196,27 @@ class CheckpointSource:
     ) -> None:
         """Require that the step has exactly all ranks' tensors and dtypes, and the `rest`. Collective.
 
-        Raises `MissingError` if it only lacks tensors, else `IncompatibleError`.
+        The step may have trained the rest: then it may be in fp32, and its optimizer state is not read. Raises `MissingError` if it only lacks tensors, else `IncompatibleError`.
         """
         weights = [renamed(shard, self._names) for shard in weights]
         training = [renamed(shard, self._names) for shard in training]
         own_tensors = {f"{MODEL}/{s.spec.name}": (s.tensor.dtype, s.spec.shape) for s in weights}
         own_tensors |= {s.spec.name: (s.tensor.dtype, s.spec.shape) for s in training}
-        for name, info in (rest or {}).items():
-            own_tensors[f"{MODEL}/{name}"] = (info.dtype, info.shape)
         stored = self._stored()
+        rest = rest or {}
+        for name, info in rest.items():
+            own_tensors[f"{MODEL}/{name}"] = (info.dtype, info.shape)
+        slots = {key for key in stored.keys() - own_tensors.keys() if _weight(key) in rest}
+        if slots:
+            in_fp32 = {f"{MODEL}/{n}": (torch.float32, info.shape) for n, info in rest.items()}
+            own_tensors |= {key: each for key, each in in_fp32.items() if stored.get(key) == each}
+            own_tensors |= {key: stored[key] for key in slots}
+            if self._layout.is_main:
+                trained = sorted({_weight(key) for key in slots})
+                message = (
+                    "%s trained %s, which from here on stays as it is, without optimizer state"
+                )
+                _log.warning(message, self._step.path, few(trained))
         misfits = {
             key: own_tensors[key] for key in own_tensors if stored.get(key) != own_tensors[key]
         }
@@ -226,9 +241,9 @@ class CheckpointSource:
             do="resume with the model that wrote it, or begin another run with name=NAME",
         )
 
-    def read(self, weight: str, start: int, stop: int) -> Tensor:
-        """Return a weight's elements `start` to `stop` in C order, as they are stored. Raises `DamagedBlock`."""
-        return self._reader.read_range(f"{self._prefix}{MODEL}/{weight}", start, stop)
+    def read(self, weight: str, start: int, stop: int, dtype: torch.dtype) -> Tensor:
+        """Return a weight's elements `start` to `stop` in C order, in `dtype`. Raises `DamagedBlock`."""
+        return self._reader.read_range(f"{self._prefix}{MODEL}/{weight}", start, stop, dtype)
 
     @property
     def holds_training(self) -> bool:
@@ -288,6 +303,10 @@ class CheckpointSource:
                 do="resume with the model that wrote it",
             )
         return key
+
+
+def _weight(key: str) -> str:
+    return key.partition("/")[2]
 
 
 def _sets(keys: Iterable[str]) -> set[str]:

@@ -57,6 +57,8 @@ _OF_ENGINE: Sequence[_Constraint] = (
     ("model.lora.dropout", _TORCH, ""),
     ("model.lora.modules_to_save", _TORCH, ""),
     ("model.lora.quantize_base", _TORCH, ""),
+    ("model.train_mtp", _MEGATRON, "transformers' models have no such layers"),
+    ("model.train_mtp", "engine.pipeline_parallel=1", "the last stage has no embeddings"),
     ("model.train", _TORCH, "Megatron keeps main weights of trained parameters only"),
     ("engine.replicas", _TORCH, ""),
     ("engine.reshard_after_forward", _TORCH, ""),
@@ -82,6 +84,9 @@ _OF_ENGINE: Sequence[_Constraint] = (
 _OF_ALL: Sequence[_Constraint] = (
     ("model.fresh", "model.tokenizer", "a new model comes without one"),
     ("model.lora", "model.path", "only the adapter of a new model would be saved"),
+    ("model.train_mtp", "model.path", "a new model has no such layer"),
+    ("model.train_mtp", "model.lora.rank=0", "an adapter leaves the model as it is"),
+    ("model.train_mtp", "model.lora.path=null", "an adapter leaves the model as it is"),
     ("model.lora.dora", "engine.tensor_parallel=1", "it needs the norms of whole rows"),
     ("model.lora.dora", "engine.compile=false", "it computes norms of weights in each pass"),
     ("model.lora.dora", "model.lora.publish=merged", "A and B are not all that changes"),
@@ -172,6 +177,7 @@ _OF_REWARDS_ALONE: Sequence[_Constraint] = (
     ("rollout.n=1", _UNGROUPED, "others compare completions, so one alone gets 0"),
 )
 _OF_RL: Sequence[_Constraint] = (
+    ("model.train_mtp", "", "only burnish sft trains layers for multi-token prediction"),
     ("rollout.engine=openai", "", "its weights cannot be set; burnish eval can use it"),
     ("rollout.temperature=0.0", "", "all completions would be the same"),
     ("rollout.n=1", "algorithm.dynamic_sampling.enabled=false", "one reward has no variance"),

@@ -96,6 +96,8 @@ class ModelConfig(Section):
     """Run the Python code in the model's directory."""
     train: list[Annotated[str, Field(min_length=1)]] = []
     """Train only the weights in whose names, as in the checkpoint, one of these regular expressions is found, such as lm_head or layers.1.mlp. The others stay as they are. Default: all."""
+    train_mtp: MayChange[bool] = False
+    """Train the layer for multi-token prediction (MTP, arXiv 2412.19437) that the files of some models hold, such as DeepSeek-V3's, GLM-4.5's and Qwen3-Next's: by `burnish sft` on the Megatron engine. Its loss has the weight 0.1. Default: every step has it as it was."""
     lora: LoraConfig = LoraConfig()
     """Train an adapter and leave the model as it is."""
 

@@ -56,17 +56,19 @@ def make_engine(  # noqa: PLR0913
     device: torch.device,
     lora: LoraConfig | None = None,
     train: Sequence[str] = (),
+    mtp: Any = None,
     beside: Engine | None = None,
 ) -> Engine:
     """Make an engine without weights. Collective. Raises as `require_fitting` does.
 
-    Without `optim` the engine is frozen, in the compute dtype. It may share the process groups of `beside`. `train` is `model.train`.
+    Without `optim` the engine is frozen, in the compute dtype. It may share the process groups of `beside`. `train` is `model.train`. `mtp`
+    (`burnish.models.mtp_names.MTPNames`) is a layer that is trained too.
     """
     if optim is None:
         config = settings_beside(hf_config, config).model_copy(update=_UNBALANCED)
     if lora is not None:  # it leaves the biases as they are
         config = config.model_copy(update={"router_bias_update_rate": 0.0})
-    given: dict[str, Any] = {"lora": lora, "train": train}
+    given: dict[str, Any] = {"lora": lora, "train": train, "mtp": mtp}
     options = {name: value for name, value in given.items() if value}
     require_fitting(hf_config, config, options)
     kind = ENGINES.load(config.kind, _SETTING)

@@ -98,11 +98,9 @@ class ShardedEngine(Engine):
         place = self.layout, self._device
         return batch, *balance(batch, self._router_sizes, self._config.router_aux_loss, *place)
 
-    def _plan(self, micro: MicroBatch) -> ScoringPlan:
-        ids = micro.input_ids
-        ends = micro.cu_seqlens
-        mask = micro.loss_mask
-        return ScoringPlan.of(ids, ends, mask, self._device, *self._sharing)
+    def _plan(self, micro: MicroBatch, *, shares: bool = True) -> ScoringPlan:
+        given = (micro.input_ids, micro.cu_seqlens, micro.loss_mask, self._device)
+        return ScoringPlan.of(*given, *self._sharing, shares=shares)
 
     def _routing(
         self, micro: MicroBatch, plan: ScoringPlan, factors: Tensor | None, *, record: bool

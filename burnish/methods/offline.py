@@ -14,7 +14,7 @@ from burnish.config.constraints import (
     training_problems,
 )
 from burnish.config.schema import DataConfig, RunConfig
-from burnish.errors import BurnishError, count_text
+from burnish.errors import BurnishError, UsageError, count_text
 from burnish.method import Method
 
 if TYPE_CHECKING:
@@ -38,6 +38,8 @@ class OfflineMethod(Method):
     A step reads rows (`dataset`), completes the batch (`prepare`) and takes one optimizer step on `loss`.
     """
 
+    trains_mtp: ClassVar[bool] = False
+    """Whether its loss of a token is also right for the predictions of layers for multi-token prediction (`model.train_mtp`)."""
     unread: ClassVar[Sequence[str]] = (
         "rollout",
         "reward",
@@ -63,6 +65,13 @@ class OfflineMethod(Method):
         yield from model_problems(config.model)
         yield from training_problems(config)
         yield from example_problems(config)
+        if config.model.train_mtp and not self.trains_mtp:
+            yield UsageError(
+                f"burnish {' '.join(self.command)} does not train layers for multi-token prediction",
+                have="model.train_mtp: true",
+                want="a method whose loss is the negative log-likelihood of tokens, as burnish sft",
+                do="remove model.train_mtp: every step then has these layers as they were",
+            )
 
     def size_problems(self, config: RunConfig, shares: int) -> Iterator[BurnishError]:
         """See `Method.size_problems`."""

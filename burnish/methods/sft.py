@@ -51,6 +51,7 @@ class SFT(OfflineMethod):
     lr = 1e-5
     # As QLoRA (arXiv 2305.14314), and recipes of TRL, axolotl and Unsloth.
     lora_lr = 2e-4
+    trains_mtp = True
     Settings = FineTuningSettings
     unread = tuple(name for name in OfflineMethod.unread if name != "distill")
 
@@ -68,6 +69,13 @@ class SFT(OfflineMethod):
             yield no_function(name, "method.loss", FINE_TUNING_LOSSES)
         others = [] if name == "nll" else [f"method.loss: {name}"]
         others += ["distill.teachers"] if config.distill.teachers else []
+        if others and config.model.train_mtp:
+            yield UsageError(
+                "layers for multi-token prediction learn from the negative log-likelihood alone",
+                have=f"model.train_mtp, and {', '.join(others)}",
+                want="one or the other",
+                do=f"remove model.train_mtp, or {', '.join(others)}",
+            )
         others += ["engine.kind: megatron"] if config.engine.kind == "megatron" else []
         if others and self.settings(config).label_smoothing:
             yield UsageError(

@@ -52,8 +52,8 @@ class PrefixTree:
     """How many of each sequence's last tokens are computed for it. None, if it is the beginning of another sequence."""
 
     @classmethod
-    def of(cls, token_ids: Indices, lengths: Sequence[int]) -> PrefixTree:
-        """Build the tree of packed `token_ids` [T]. If it saves little, all tokens are computed."""
+    def of(cls, token_ids: Indices, lengths: Sequence[int], *, shares: bool = True) -> PrefixTree:
+        """Build the tree of packed `token_ids` [T]. Unless it `shares`, or if that saves little, all tokens are computed."""
         ends = np.cumsum(lengths)
         sequences = np.split(token_ids, ends[:-1])
         keys = [sequence.astype(">i8").tobytes() for sequence in sequences]
@@ -67,7 +67,7 @@ class PrefixTree:
             same[begin : begin + common] = same[start : start + common]
             own[earlier] -= common
         computed, rows = np.unique(same, return_inverse=True)
-        if (len(token_ids) - len(computed)) * _WORTHWHILE >= len(token_ids):
+        if shares and (len(token_ids) - len(computed)) * _WORTHWHILE >= len(token_ids):
             return cls(computed, rows, tuple(own))
         everything = np.arange(len(token_ids))
         return cls(everything, everything, tuple(lengths))

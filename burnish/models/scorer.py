@@ -183,16 +183,18 @@ class ScoringPlan:
         device: torch.device | None = None,
         group: ProcessGroup | None = None,
         multiple: int = 1,
+        *,
+        shares: bool = True,
     ) -> ScoringPlan:
         """Plan on the host, where `input_ids` [T] and `cu_seqlens` [S + 1] lie, for a model on `device`.
 
         Tokens in `loss_mask` [T], or all, are scored. The ranks of `group` share the tokens; each gets a
-        multiple of `multiple`.
+        multiple of `multiple`. Unless it `shares` prefixes, all tokens are computed.
         """
         device = device or input_ids.device
         lengths = cu_seqlens.diff().tolist()
         ids = input_ids.numpy()
-        tree = PrefixTree.of(ids, lengths)
+        tree = PrefixTree.of(ids, lengths, shares=shares)
         deal = TokenSharing.of(len(tree.computed), group, multiple)
         packing = PackedLayout.of_tree(tree, lengths, device)
         scored = scored_tokens(cu_seqlens, loss_mask).numpy()

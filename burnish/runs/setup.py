@@ -107,6 +107,8 @@ class Foundation(TextFoundation):
     """The numbers that a run trains, if those are not the whole model's."""
     beside: Sequence[FrozenModel] = ()
     """The frozen models of the method (`Method.frozen`)."""
+    mtp: Any = None
+    """A `burnish.models.mtp_names.MTPNames`, the layer for multi-token prediction that is trained; None: none is."""
 
     @property
     def costs(self) -> ModelFlops:
@@ -199,7 +201,8 @@ def lay_foundation(
     tokenizer = model_tokenizer(config.model, config.data.chat_template_name)
     require_embeddings(hf_config, tokenizer)
     _require_stop_tokens(config.rollout.stop_token_ids, hf_config)
-    used = {"lora": config.model.adapter, "train": config.model.train}
+    model = config.model
+    used = {"lora": model.adapter, "train": model.train, "mtp": model.train_mtp}
     making.require_fitting(hf_config, config.engine, [name for name in used if used[name]])
     layout = layout or Layout()
     device = device or torch.device("cpu")
@@ -223,6 +226,11 @@ def lay_foundation(
         from burnish.check import composite_proof
 
         composite_proof.prove_composite(composite, hf_config, layout)
+    mtp = None
+    if config.model.train_mtp:
+        from burnish.models.mtp_names import trained_layer
+
+        mtp, composite = trained_layer(composite, hf_config, layout)
     source: ShardSource = base
     adapter: dict[str, Any] | None = None
     adapted = 0
@@ -273,6 +281,7 @@ def lay_foundation(
         card,
         adapted=adapted,
         beside=[*beside],
+        mtp=mtp,
     )
     # Written once now, so that what cannot be written ends the run here and not at its first save.
     return foundation if given is None else with_assets(foundation)
@@ -551,6 +560,7 @@ def make_run_engine(
         device=foundation.device,
         lora=lora,
         train=foundation.config.model.train if foundation.adapted else (),
+        mtp=None if optim is None else foundation.mtp,
         beside=beside,
     )
     if foundation.layout.world > 1 or settings.kind != "torch":

@@ -42,7 +42,7 @@ _PATTERNS = (
     (rf"{_ROLLOUT}trace\.", "tracking.traces sends traces"),
     (rf"{_ROLLOUT}prometheus\.", "metrics.jsonl and tracking.trackers have all numbers"),
     (r".*\.qat\.", "quantized models are not trained"),
-    (r".*\.mtp\.", "there is no prediction of several tokens"),
+    (r".*\.mtp\.", "burnish sft trains such layers with model.train_mtp, and no other method does"),
     (r".*\.disaggregation\.|env\.disagg", _GENERATOR),
     (
         r".*\.(turbo_config|impl_cfg)\.|.*\.(veomni|torchtitan)\.(?!optimizer_offload|param_offload|ulysses|router)",

@@ -471,3 +471,28 @@ def test_a_measured_curriculum_needs_rewards_to_compare() -> None:
     ):
         assert "data.curriculum" in refused("rl", *measured, *wrong)
     assert "data.curriculum" in refused("sft", *measured, "steps=5")
+
+
+MTP = ("model.train_mtp=true", "engine.kind=megatron")
+
+
+def test_layers_for_multi_token_prediction_are_trained_by_sft_on_megatron() -> None:
+    METHODS["sft"].check(config_of(*MTP), world=4)
+    for command in ("rl", "dpo", "rm", "online-dpo", "rejection-sampling"):
+        assert "model.train_mtp" in refused(command, *MTP, world=4)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        "engine.kind=torch",
+        "engine.pipeline_parallel=2",
+        "model.lora.rank=2",
+        "method.loss=dft",
+        "distill.teachers=[x]",
+    ],
+)
+def test_what_does_not_train_such_layers_is_refused(other: str) -> None:
+    said = refused("sft", *MTP, other, world=4)
+    assert "model.train_mtp" in said
+    assert other.partition("=")[0] in said

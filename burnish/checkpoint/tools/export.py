@@ -84,9 +84,14 @@ class StepModel(Closing):
         """Its tensors by canonical name."""
         config = f"{self._directory}{CONFIG}"
         self.unconverted: frozenset[str] = frozenset()
-        """Those beside a composite's language model, which no dtype changes."""
+        """Those beside a composite's language model that are not trained, which no dtype changes."""
         if config in step.manifest.files:
-            self.unconverted = kept_beside(read_file(step, config), self.weights)
+            stored = self._tensors.locations
+            self.unconverted = frozenset(
+                name
+                for name in kept_beside(read_file(step, config), self.weights)
+                if stored[f"{self._directory}{name}"].dtype == self.weights[name].dtype
+            )
 
     def read(self, name: str, start: int, stop: int, dtype: torch.dtype) -> Tensor:
         """Return elements `start` to `stop` in C order, in `dtype` or a more exact one."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -327,6 +327,7 @@ class MegatronShards:
         self._fixed: dict[str, Tensor] = {}
         buffers: dict[str, Tensor] = {}
         self._regions: dict[str, tuple[Region, ...]] = {}
+        self._copies: dict[str, tuple[Region, ...]] = {}
         for chunk in self._chunks:
             model = get_attr_wrapped_model(chunk, "decoder", return_model_obj=True)
             for local, parameter in model.named_parameters():
@@ -344,6 +345,7 @@ class MegatronShards:
                 name = _name_in_model(local, model)
                 self._regions[name] = checkpoint_regions(local, (*buffer.shape,), model, sizes)
                 buffers[name] = buffer
+            self._copies |= _copies(model, self._regions)
         self._buffers = buffers if adapted is None else {}
         self._fixed |= {} if adapted is None else buffers
         self._optimizers = list(optimizers)
@@ -351,7 +353,17 @@ class MegatronShards:
         """The parts of this rank's parameters that its optimizers step."""
 
     def weights(self) -> Iterator[Shard]:
-        """Yield the trained weights: the optimizer's in fp32, without one the model's own. Buffers are as they are."""
+        """Yield the trained weights: the optimizer's in fp32, without one the model's own. Buffers are as they are.
+
+        What a checkpoint holds twice comes twice.
+        """
+        yield from self._once()
+        for part in self.ranges:
+            if part.parameter in self._copies:
+                regions = self._copies[part.parameter]
+                yield from self._pieces(part, part.main.detach(), regions=regions)
+
+    def _once(self) -> Iterator[Shard]:
         if not self._optimizers:
             yield from self.model()
             return
@@ -398,7 +410,7 @@ class MegatronShards:
             for part in self.ranges:
                 if part.parameter == name:
                     part.main.detach().zero_()
-        source.fill(self.weights())
+        source.fill(self._once())
         for optimizer in self._optimizers:
             optimizer._copy_main_params_to_model_params()
         for chunk in self._chunks if self._optimizers else ():
@@ -420,10 +432,16 @@ class MegatronShards:
             tensors[name].data.zero_()
         return padded
 
-    def _pieces(self, part: SteppedRange, flat: Tensor, prefix: str = "") -> Iterator[Shard]:
+    def _pieces(
+        self,
+        part: SteppedRange,
+        flat: Tensor,
+        prefix: str = "",
+        regions: Sequence[Region] | None = None,
+    ) -> Iterator[Shard]:
         shape = tuple(self._parameters[part.parameter].shape)
         stop = part.start + part.main.numel()
-        for region in self._regions[part.parameter]:
+        for region in self._regions[part.parameter] if regions is None else regions:
             spec = TensorSpec(prefix + region.name, region.shape, flat.dtype)
             for at, box in boxes_in_range(region, shape, part.start, stop):
                 yield Shard(spec, box, flat[at : at + box.elements].view(box.sizes))
@@ -437,6 +455,22 @@ class MegatronShards:
                 name = names[id(parameter)]
                 ranges[name] = SteppedRange(name, start, main, optimizer.optimizer)
         yield from (ranges[name] for name in self._parameters if name in ranges)
+
+
+def _copies(stage: Any, regions: Mapping[str, tuple[Region, ...]]) -> dict[str, tuple[Region, ...]]:
+    """Return the tensors by which a checkpoint's MTP layer repeats what is in parameters, whose own are `regions`."""
+    if stage.multi_token is None:
+        return {}
+    copies = stage.multi_token.names.copies
+    return {
+        name: tuple(
+            replace(region, name=copy)
+            for region in held
+            for copy, of in copies.items()
+            if of == region.name
+        )
+        for name, held in regions.items()
+    }
 
 
 def _main_weights(optimizer: DistributedOptimizer) -> Iterator[tuple[nn.Parameter, Tensor]]:
@@ -464,11 +498,27 @@ def checkpoint_regions(
     seats = [MegatronSlot(group.rank(), group.size()) for group in (groups.tp, groups.expt_tp)]
     if uncut:
         seats = [MegatronSlot(), MegatronSlot()]
+    if name.startswith("multi_token."):
+        mtp = stage.multi_token
+        if there := mtp.outside(name):
+            box = whole(shape)
+            return (Region(there, shape, name, box, tuple(range(len(shape)))),)
+        regions = _regions_in_layer(mtp.in_model(name), shape, mtp.layer, sizes, seats)
+        return tuple(mtp.renamed(region, name) for region in regions)
     name = _name_in_model(name, stage)
     layer = _LAYER.fullmatch(name)
     if layer is None:
         return regions_of(name, shape, sizes, *seats)
     module = next(each for each in stage.decoder.layers if each.layer_number == int(layer[1]) + 1)
+    return _regions_in_layer(name, shape, module, sizes, seats)
+
+
+def _regions_in_layer(
+    name: str, shape: tuple[int, ...], module: Any, sizes: ModelSizes, seats: list[MegatronSlot]
+) -> tuple[Region, ...]:
+    """Return the tensors in a parameter of the decoder layer `module`; `name` is that in the whole model."""
+    layer = _LAYER.fullmatch(name)
+    assert layer is not None
     of_attention = _OF_ATTENTION.fullmatch(layer[2])
     if of_attention is not None and isinstance(module.self_attention, GatedDeltaNet):
         return tuple(module.self_attention.regions(of_attention[1], name, shape, seats[0]))

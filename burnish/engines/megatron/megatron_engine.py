@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -44,10 +44,13 @@ from burnish.models.heads import has_value_head
 from burnish.models.routing import Routing, index_dtype, tokens_of
 from burnish.models.scorer import ScoringPlan
 from burnish.records import Batch, MicroBatch, TokenOutputs
-from burnish.tracking.stats import Stats
+from burnish.tracking.stats import Stats, Sum
 
-_LossOf = Callable[[TokenOutputs, MicroBatch], Tensor]
-"""The scalar that the backward pass of a micro-batch starts from."""
+if TYPE_CHECKING:
+    from burnish.models.mtp_names import MTPNames
+
+_LossOf = Callable[..., Tensor]
+"""Returns the scalar that the backward pass of a micro-batch starts from, given its `TokenOutputs`, itself, and the outputs of an MTP layer if there is one."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -58,6 +61,8 @@ class _Planned:
     """Instructions to the routers; None: they route as usual."""
     micro: MicroBatch | None
     """None for a filler, which completes a pipeline's round and counts for nothing."""
+    ahead: ScoringPlan | None = None
+    """What the layer for multi-token prediction predicts, if it is trained."""
 
 
 class MegatronEngine(ShardedEngine):
@@ -67,7 +72,7 @@ class MegatronEngine(ShardedEngine):
     `load(source, Part.WEIGHTS)`, and `Part.FROZEN` with an adapter.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913
         self,
         hf_config: PretrainedConfig,
         config: EngineConfig,
@@ -77,6 +82,7 @@ class MegatronEngine(ShardedEngine):
         device: torch.device,
         beside: Engine | None = None,
         lora: LoraConfig | None = None,
+        mtp: MTPNames | None = None,
     ) -> None:
         """See `Engine`."""
         layout = replace(
@@ -92,7 +98,9 @@ class MegatronEngine(ShardedEngine):
         self._owns_mesh = shared is None
         self._optimizer: MegatronOptimizer | None = None
         with megatron_called():
-            stages = build_stages(hf_config, config, self.mesh, device, adapted=lora is not None)
+            stages = build_stages(
+                hf_config, config, self.mesh, device, adapted=lora is not None, mtp=mtp
+            )
             self._adapter = None
             if lora is not None:
                 from burnish.engines.megatron.adapters import StageAdapters
@@ -107,6 +115,7 @@ class MegatronEngine(ShardedEngine):
         trains = self._optimizer
         self._chunks = trains.chunks if trains else stages
         self._shards = trains.shards if trains else MegatronShards(stages, hf_config, [], adapted)
+        self._trains_mtp = mtp is not None
         self._outputs = ("values",) if has_value_head(hf_config) else ("logprobs", "entropy")
         """The model's outputs per token, as fields of `TokenOutputs`."""
         scatters = config.megatron_sequence_parallel and config.tensor_parallel > 1
@@ -141,23 +150,33 @@ class MegatronEngine(ShardedEngine):
         optimizer = trained(self._optimizer)
         batch, factors, of_experts = self._balanced(batch)
         optimizer.begin_backward()
-        stats, (total, aux) = Stats(), torch.zeros(2, dtype=torch.float32, device=self._device)
+        numbers = torch.zeros(3, dtype=torch.float32, device=self._device)
+        stats, (total, aux, of_mtp) = Stats(), numbers
         routings: list[Routing] = []
 
         def planned() -> Iterator[_Planned]:
             for micro, is_filler in zip(batch.microbatches, batch.is_filler, strict=True):
                 balance = None if is_filler else factors
                 counts = self._bias_updates is not None and not is_filler
-                planned_micro = self._planned(micro, record=counts, factors=balance)
+                planned_micro = self._planned(
+                    micro, record=counts, factors=balance, trains_mtp=self._trains_mtp
+                )
                 self.passed += planned_micro.plan.passed
                 if planned_micro.routing is not None and not is_filler:
                     routings.append(planned_micro.routing)
                 yield planned_micro
 
-        def of_micro(outputs: TokenOutputs, micro: MicroBatch) -> Tensor:
-            nonlocal stats, total
-            value, micro_stats = loss(outputs, micro.to(self._device))
+        def of_micro(outputs: TokenOutputs, micro: MicroBatch, *ahead: TokenOutputs) -> Tensor:
+            nonlocal stats, total, of_mtp
+            there = micro.to(self._device)
+            value, micro_stats = loss(outputs, there)
             stats = stats.merge(micro_stats)
+            for later in ahead:
+                from burnish.engines.megatron.multi_token import WEIGHT
+
+                of_ahead, _ = loss(later, there)
+                of_mtp += of_ahead.detach()
+                value = value + WEIGHT * of_ahead
             total += value.detach()
             return value
 
@@ -169,6 +188,8 @@ class MegatronEngine(ShardedEngine):
         # Only the last stage of a pipeline has statistics, so a pipeline's ranks count once.
         counted = replace(self.layout, pipeline=1)
         aux *= counted.sharing  # these ranks differ in routers or rows; reducing divides by it
+        if self._trains_mtp:
+            stats = stats.merge(Stats(mtp_loss=Sum(of_mtp)))
         return Stats(self._reduced(stats, total, aux, counted) | of_experts)
 
     @torch.no_grad()
@@ -285,7 +306,7 @@ class MegatronEngine(ShardedEngine):
 
         def stage_step(batches: Iterator[_Planned], chunk: Any) -> tuple[Any, Any]:
             batch = next(batches)
-            output = chunk(batch.plan, batch.temperature, batch.routing)
+            output = chunk(batch.plan, batch.temperature, batch.routing, batch.ahead)
             return output, lambda outputs: (_loss_of(batch, outputs, loss), _NO_TOKENS, None)
 
         with megatron_called():
@@ -303,11 +324,22 @@ class MegatronEngine(ShardedEngine):
             )
 
     def _planned(
-        self, micro: MicroBatch, *, record: bool = False, factors: Tensor | None = None
+        self,
+        micro: MicroBatch,
+        *,
+        record: bool = False,
+        factors: Tensor | None = None,
+        trains_mtp: bool = False,
     ) -> _Planned:
-        plan = self._plan(micro)
+        # A token that begins several sequences has several next tokens.
+        plan = self._plan(micro, shares=not trains_mtp)
         routing = self._routing(micro, plan, factors, record=record)
-        return _Planned(plan, micro.temperature, routing, micro)
+        ahead = None
+        if trains_mtp:
+            from burnish.engines.megatron.multi_token import plan_ahead
+
+            ahead = plan_ahead(plan, micro, self._device)
+        return _Planned(plan, micro.temperature, routing, micro, ahead)
 
     def _router_biases(self) -> Iterable[tuple[int, Tensor]]:
         return router_biases(self._chunks)
@@ -361,7 +393,10 @@ def _dealt(planned: Iterable[_Planned], readers: int) -> list[Iterator[_Planned]
 _NO_TOKENS = 0
 
 
-def _loss_of(batch: _Planned, outputs: TokenOutputs, loss: _LossOf) -> Tensor:
+def _loss_of(batch: _Planned, outputs: Any, loss: _LossOf) -> Tensor:
+    if batch.ahead is not None:
+        outputs, ahead = outputs
+        return loss(outputs, batch.micro, ahead)
     if batch.micro is not None:
         return loss(outputs, batch.micro)
     output = outputs.values if len(outputs.values) else outputs.logprobs

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
 from itertools import chain
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
@@ -78,6 +78,10 @@ from burnish.models.scorer import ScoringPlan, logit_transform
 from burnish.models.value_head import head_has_bias, state_values
 from burnish.records import TokenOutputs
 
+if TYPE_CHECKING:
+    from burnish.engines.megatron.multi_token import MultiTokenLayer
+    from burnish.models.mtp_names import MTPNames
+
 # Megatron's default dispatcher, allgather, refuses variable lengths, even for dense models.
 _DENSE = {"moe_token_dispatcher_type": "alltoall"}
 # Megatron's settings for each `engine.activation_checkpointing`.
@@ -95,7 +99,7 @@ _RECOMPUTE: dict[str, dict[str, Any]] = {
 class PackedGPT(LanguageModule):
     """A pipeline stage of the model. A rank has several if stages are virtual."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913
         self,
         config: TransformerConfig,
         layers: TransformerBlockSubmodules,
@@ -104,8 +108,9 @@ class PackedGPT(LanguageModule):
         traits: ModelTraits,
         hf_config: PretrainedConfig,
         scoring: LogprobOptions,
+        multi_token: MultiTokenLayer | None = None,
     ) -> None:
-        """`vp_stage` is the number of a virtual stage. `scoring` lacks the temperature."""
+        """`vp_stage` is the number of a virtual stage. `scoring` lacks the temperature. `multi_token` predicts further tokens."""
         super().__init__(config=config, pg_collection=groups)
         self.vp_stage = vp_stage
         self.model_type = ModelType.encoder_or_decoder  # Megatron's schedules ask for it
@@ -156,6 +161,7 @@ class PackedGPT(LanguageModule):
                 and self.share_embeddings_and_output_weights,
                 tp_group=groups.tp,
             )
+        self.multi_token = multi_token
         if self.pre_process or self.post_process:
             self.setup_embeddings_and_output_layer()
         if self.post_process and value_bias is not None:
@@ -170,9 +176,13 @@ class PackedGPT(LanguageModule):
         self.decoder.set_input_tensor(input_tensor[0])
 
     def forward(
-        self, plan: ScoringPlan, temperature: float = 1.0, routing: Routing | None = None
-    ) -> Tensor | TokenOutputs:
-        """Return hidden states [C, 1, H]; the last stage returns the outputs of each token.
+        self,
+        plan: ScoringPlan,
+        temperature: float = 1.0,
+        routing: Routing | None = None,
+        ahead: ScoringPlan | None = None,
+    ) -> Tensor | TokenOutputs | tuple[TokenOutputs, TokenOutputs]:
+        """Return hidden states [C, 1, H]; the last stage returns the outputs of each token, and with a plan `ahead` those of `multi_token` as well.
 
         Later stages take their input from `set_input_tensor`.
         """
@@ -184,7 +194,16 @@ class PackedGPT(LanguageModule):
             attention_mask=None,
             packed_seq_params=packing,
         )
-        return self._scored(hidden, plan, temperature) if self.post_process else hidden
+        if not self.post_process:
+            return hidden
+        outputs = self._scored(hidden, plan, temperature)
+        if self.multi_token is None or ahead is None:
+            return outputs
+        # Its router has no number among those that a micro-batch instructs.
+        later = self.multi_token(
+            hidden, self._embedded(ahead.input_ids), replace(packing, routing=None)
+        )
+        return outputs, self._scored(later, ahead, temperature)
 
     def _rotations(self, plan: ScoringPlan) -> Iterator[tuple[str, Rotation]]:
         for kind in self._traits.rotations:
@@ -250,10 +269,12 @@ def build_stages(
     device: torch.device,
     *,
     adapted: bool = False,
+    mtp: MTPNames | None = None,
 ) -> list[PackedGPT]:
     """Build this rank's stages, in the compute dtype with undefined weights. Call inside `megatron_called`. Collective.
 
-    If they are to be `adapted`, no layer includes the norm before it, whose output the adapter reads.
+    If they are to be `adapted`, no layer includes the norm before it, whose output the adapter reads. `mtp` asks for a layer of that name
+    behind a single stage.
     """
     traits = model_traits(hf_config)
     modules = layer_modules(config, device)
@@ -273,7 +294,14 @@ def build_stages(
     for index in range(config.virtual_stages):
         vp_stage = index if config.virtual_stages > 1 else None
         layers = _layers(traits, transformer, modules, mesh, vp_stage)
-        stage = PackedGPT(transformer, layers, mesh.groups, vp_stage, traits, hf_config, scoring)
+        further = None
+        if mtp is not None:
+            from burnish.engines.megatron.multi_token import MultiTokenLayer
+
+            layer = _layer(traits, mtp.like, transformer, modules, mesh, is_numbered=False)
+            further = MultiTokenLayer(transformer, layer, modules.norm, mesh.groups, mtp)
+        given = (mesh.groups, vp_stage, traits, hf_config, scoring, further)
+        stage = PackedGPT(transformer, layers, *given)
         _mark_cut(stage)
         stages.append(stage)
     return stages
@@ -370,10 +398,10 @@ def _of_experts(
 
 
 def router_biases(stages: Iterable[nn.Module]) -> Iterator[tuple[int, Tensor]]:
-    """Yield the number and the bias [experts] of each router of this rank."""
+    """Yield the number and the bias [experts] of each numbered router of this rank."""
     for stage in stages:
         for module in stage.modules():
-            if isinstance(module, PlainRouter):
+            if isinstance(module, PlainRouter) and module.number >= 0:
                 yield module.number, module.get_buffer("expert_bias")
 
 
@@ -457,11 +485,14 @@ def _layer(
     transformer: TransformerConfig,
     modules: LayerModules,
     mesh: MegatronMesh,
+    *,
+    is_numbered: bool = True,
 ) -> ModuleSpec:
+    """Describe a layer. Unless it `is_numbered`, its router is none of those that `Routing` instructs."""
     own = traits.layers[layer]
     before, behind, before_mlp, behind_mlp = traits.block_norms
     mixture = own.has_experts
-    router = sum(each.has_experts for each in traits.layers[:layer])
+    router = sum(each.has_experts for each in traits.layers[:layer]) if is_numbered else -1
 
     def residual(norm: str) -> Any:
         if not norm and own.factor == 1:

@@ -148,11 +148,16 @@ def turned(heads: Tensor, rotation: Rotation, *, neighbours: bool) -> Tensor:
     return torch.cat((turned, rest), dim=-1) if rest.shape[-1] else turned
 
 
-def whole_linear(config: TransformerConfig, outputs: int, *, bias: bool = False) -> nn.Linear:
-    """Make a matrix that every tensor rank holds, with undefined weights. Its gradient covers this rank's tokens, as a norm's does."""
+def whole_linear(
+    config: TransformerConfig, outputs: int, *, bias: bool = False, inputs: int = 0
+) -> nn.Linear:
+    """Make a matrix that every tensor rank holds, with undefined weights. Its gradient covers this rank's tokens, as a norm's does.
+
+    By default its `inputs` are a hidden state.
+    """
     layer: nn.Linear = nn.utils.skip_init(  # type: ignore[no-untyped-call]
         nn.Linear,
-        config.hidden_size,
+        inputs or config.hidden_size,
         outputs,
         bias=bias,
         device=torch.cuda.current_device(),
