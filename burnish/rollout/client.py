@@ -225,7 +225,7 @@ class Server:
                 self.next(cast(PacedResponse, upload.answer)).fields["read"]
                 upload.unread -= 1
                 if upload.member is not None:
-                    upload.member.acknowledge()
+                    upload.member.acknowledge(upload.unread)
 
     def finish(self, upload: Upload) -> None:
         """Wait until the server holds the weights. Raises its own error too."""

@@ -184,16 +184,21 @@ class Member:
         if not len(buffer):
             return
         if self._limit is None:
-            self._limit = threading.Timer(self._timeout, self.leave)
-            self._limit.daemon = True
-            self._limit.start()
+            self._begin_limit()
         self._open_group().broadcast(buffer)
 
-    def acknowledge(self) -> None:
-        """Take note that others have read something."""
+    def acknowledge(self, unread: int = 0) -> None:
+        """Take note that others have read a broadcast, and that they have not read so many yet."""
         if self._limit is not None:
             self._limit.cancel()
             self._limit = None
+        if unread:
+            self._begin_limit()
+
+    def _begin_limit(self) -> None:
+        self._limit = threading.Timer(self._timeout, self.leave)
+        self._limit.daemon = True
+        self._limit.start()
 
     def read(self, rows: Sequence[Sequence[Any]], begin: int, size: int) -> Iterator[Shard]:
         """Receive a broadcast and yield its pieces, views that are valid until the next piece. Raises `FAILURES`."""
