@@ -33,7 +33,7 @@ from burnish.models.mtp_names import trained_layer
 from burnish.models.packing import PrefixTree
 from burnish.records import Example
 
-SEEDS = {"deepseek_v3": 1, "qwen3_5_text": 2}
+SEEDS = {"deepseek_v3": 1}
 """Of random weights. Of others AdamW makes whole steps of gradients that are nearly 0, of which rounding decides."""
 LAYOUTS: dict[str, dict[str, Any]] = {
     "data": {},
@@ -97,8 +97,8 @@ def check(
         found = [rank[number] for rank in ranks]
         for rank in found:
             assert rank["mtp_losses"] == pytest.approx(wanted["mtp_losses"], rel=1e-5)
-        # Of Qwen3-Next's gates, and of sums over four processes, rounding shows in what AdamW makes of the gradients.
-        is_rough = family == "qwen3_next" or world > 2
+        # Of Gated DeltaNet's gates, and of sums over four processes, rounding shows in what AdamW makes of the gradients.
+        is_rough = family in ("qwen3_next", "qwen3_5_text") or world > 2
         parts = ("gradients",) if is_rough else ("gradients", "slots", "weights")
         require_alike(found, wanted, parts, f"{family} with {each}")
 
