@@ -125,19 +125,20 @@ def settings(size: str, method: str) -> RunConfig:
     )
 
 
-def examples(method: str, microbatches: int) -> list[Example]:
-    """Return sequences of SFT, or groups of eight completions of one prompt."""
+def examples(method: str, microbatches: int, vocabulary: int) -> list[Example]:
+    """Return sequences of SFT, or groups of eight completions of one prompt. Their tokens are drawn alike, so few are equal."""
     rng = np.random.default_rng(0)
     found = []
     for _ in range(microbatches * 4):
         if method == "sft":
             length = _TOKENS // 4
-            found.append(Example(rng.integers(3, 2048, length), np.arange(length) > 0))
+            found.append(Example(rng.integers(3, vocabulary, length), np.arange(length) > 0))
             continue
-        prompt = rng.integers(3, 2048, 256)
+        prompt = rng.integers(3, vocabulary, 256)
         for _ in range(8):
             length = _TOKENS // 32
-            ids = np.concatenate([prompt, rng.integers(3, 2048, length - len(prompt))])
+            rest = rng.integers(3, vocabulary, length - len(prompt))
+            ids = np.concatenate([prompt, rest])
             mask = np.arange(length) >= len(prompt)
             zeros = np.zeros(length, dtype=np.float32)
             found.append(Example(ids, mask, advantages=zeros, old_logprobs=zeros))
@@ -152,7 +153,8 @@ def count_step(config: RunConfig, method: str, microbatches: int, ranks: int) ->
     layout = Layout(world=ranks)
     with imagined_accelerator() as device:
         engine = make_engine(hf, config.engine, config.optim, layout=layout, device=device)
-        batch = make_batch(examples(method, microbatches), Layout(), _TOKENS, count_flops(hf))
+        given = examples(method, microbatches, hf.vocab_size)
+        batch = make_batch(given, Layout(), _TOKENS, count_flops(hf))
         assert len(batch.microbatches) == microbatches
         with Counting() as counting:
             engine.forward_backward(batch, loss)

@@ -52,6 +52,8 @@ class ShardedEngine(Engine):
     _optimizer: _CountsSteps | None
     _sharing: tuple[ProcessGroup | None, int]
     """The ranks that share a micro-batch's tokens, and a number that must divide each rank's token count."""
+    _rows: Any = None
+    """Fetches rows of the embeddings (`burnish.engines.torch.embedding_rows`); None: every rank has them all, or gathers them."""
 
     def __init__(
         self,
@@ -100,7 +102,7 @@ class ShardedEngine(Engine):
 
     def _plan(self, micro: MicroBatch, *, shares: bool = True) -> ScoringPlan:
         given = (micro.input_ids, micro.cu_seqlens, micro.loss_mask, self._device)
-        return ScoringPlan.of(*given, *self._sharing, shares=shares)
+        return ScoringPlan.of(*given, *self._sharing, shares=shares, rows=self._rows)
 
     def _routing(
         self, micro: MicroBatch, plan: ScoringPlan, factors: Tensor | None, *, record: bool

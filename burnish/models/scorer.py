@@ -37,6 +37,8 @@ class Scorer(nn.Module):
         self._has_hooks = False  # of `burnish.models.routing`
         self.vocabulary: Any = None
         """This rank's part of the vocabulary, a `burnish.models.parts.VocabularyPart`; None: all of it."""
+        self.rows: Any = None
+        """Fetches rows of the embeddings, a `burnish.engines.torch.embedding_rows.EmbeddingRows`; None: this rank has them all."""
         self.scores_values = has_value_head(model.config)
         if self.scores_values:
             return
@@ -79,6 +81,8 @@ class Scorer(nn.Module):
 
             hook_routers(self.model)
             self._has_hooks = True
+        if self.rows is not None:
+            self.rows.begin(plan.fetched)
         inputs = {"input_ids": plan.input_ids[None]}
         if part is not None:
             embedding = self.model.get_input_embeddings()
@@ -173,9 +177,11 @@ class ScoringPlan:
     """The computed tokens of each rank."""
     passed: Passed
     """Counts over all ranks that share these tokens."""
+    fetched: Any = None
+    """The rows of the embeddings that come from other ranks; None: this rank has them all."""
 
     @classmethod
-    def of(
+    def of(  # noqa: PLR0913
         cls,
         input_ids: Tensor,
         cu_seqlens: Tensor,
@@ -185,11 +191,12 @@ class ScoringPlan:
         multiple: int = 1,
         *,
         shares: bool = True,
+        rows: Any = None,
     ) -> ScoringPlan:
         """Plan on the host, where `input_ids` [T] and `cu_seqlens` [S + 1] lie, for a model on `device`.
 
         Tokens in `loss_mask` [T], or all, are scored. The ranks of `group` share the tokens; each gets a
-        multiple of `multiple`. Unless it `shares` prefixes, all tokens are computed.
+        multiple of `multiple`. Unless it `shares` prefixes, all tokens are computed. Collective if there are `rows`, the scorer's.
         """
         device = device or input_ids.device
         lengths = cu_seqlens.diff().tolist()
@@ -204,8 +211,9 @@ class ScoringPlan:
         starts = np.repeat(np.cumsum(lengths) - lengths, lengths)
         positions = (np.arange(len(ids)) - starts)[tree.computed]
         targets = ids[tree.computed[predicted]]
+        own_ids = deal.mine(ids[tree.computed])
         plan = cls(
-            input_ids=host_tensor(deal.mine(ids[tree.computed])),
+            input_ids=host_tensor(own_ids),
             positions=host_tensor(deal.mine(positions)),
             packing=packing,
             predictors=RowMap.of(deal.place(predictors[own]), device),
@@ -217,6 +225,7 @@ class ScoringPlan:
             lengths=tuple(lengths),
             deal=deal,
             passed=Passed(len(tree.computed), len(predicted), packing.lengths, packing.begun),
+            fetched=None if rows is None else rows.plan(own_ids),
         )
         plan = plan_on_device(plan, device)
         return replace(plan, packing=attention_of_part(plan.packing, deal))

@@ -35,6 +35,8 @@ _BF16 = 2
 _PUBLISH_WAVE = 64 * _MIB
 _MUON_WAVE = 64 * _MIB
 _OPTIMIZER_WAVE = 256 * _MIB
+# Least rows of the embeddings that a rank holds where rows are fetched.
+_FEWEST_ROWS = 8
 # Rows of the output layer whose gradient is summed at one time.
 _SUMMED_ROWS = 2048
 # Tensors in fp32 of a chunk's size while distributions are compared, in a chunk of as many times fewer rows.
@@ -158,7 +160,8 @@ class Needs:
     @cached_property
     def _stepped_gathered(self) -> float:
         layers = self._sum(self._when_gathered(self._model.trained))
-        return (layers + self._trained_root) * self._model.unfrozen
+        sharded = self._fetched_table * (1 - 1 / self._shards)
+        return (layers + self._trained_root - sharded) * self._model.unfrozen
 
     @cached_property
     def _matrices(self) -> float:
@@ -208,14 +211,40 @@ class Needs:
         """Elements outside the layers that stay gathered in a pass."""
         root = held(self._model.root, self._shards, self._tensor) * self._shards
         beside = self._trained_root if self._model.lora else 0
-        return root + beside - self._embeddings - self._head
+        return root + beside - self._apart - self._head
 
     @cached_property
-    def _embeddings(self) -> float:
-        """Elements of the embeddings, if they are gathered alone."""
+    def _apart(self) -> float:
+        """Elements of the embeddings, if they are not gathered with the root."""
         if not self._model.scores_values and not self._head:
             return 0
         return self._model.root[0].held(self._shards, self._tensor) * self._shards
+
+    @cached_property
+    def _fetches(self) -> bool:
+        """Whether ranks fetch rows of the embeddings (`burnish.engines.torch.embedding_rows`)."""
+        lora = self._model.lora
+        if not self._apart or self._shards == 1 or self._tensor > 1:
+            return False
+        if self._engine.parameter_offload or (lora and self._model.trained_root):
+            return False
+        return self._model.shape.vocabulary >= _FEWEST_ROWS * self._shards
+
+    @property
+    def _embeddings(self) -> float:
+        """Elements of the embeddings, if they are gathered alone."""
+        return 0.0 if self._fetches else self._apart
+
+    @property
+    def _rows(self) -> float:
+        """Elements of the rows of the embeddings that a rank fetches: at most one row for each token."""
+        shape = self._model.shape
+        return min(self._tokens, shape.vocabulary) * shape.hidden * self._fetches
+
+    @property
+    def _fetched_table(self) -> float:
+        """Elements of the embeddings, if ranks fetch their rows and train them. A rank's gradient has its own rows."""
+        return self._apart * (self._fetches and self._model.lora is None)
 
     @cached_property
     def _head(self) -> float:
@@ -461,7 +490,7 @@ class Needs:
         copies = 1 + self._cpu
         before = self._embeddings or self._root  # what these came in is there until the next come
         layers = max(before + copies * layer, self._running + (copies - 1) * layer)
-        return self._root + max(layers, 2 * self._embeddings, 2 * self._head)
+        return self._root + max(layers, 2 * self._embeddings, 2 * self._rows, 2 * self._head)
 
     @cached_property
     def _logits(self) -> tuple[float, float]:
@@ -567,14 +596,16 @@ class Needs:
         """Yield the moments at the backward pass's end: FSDP2 reduces the last gradients in fp32."""
         shards = self._shards
         head = FP32 * self._trained_head / shards
-        root = self._trained_root - self._trained_head
+        root = self._trained_root - self._trained_head - self._fetched_table
         # A lone process makes a third copy by dividing.
         copies = 3.0 if shards == 1 else 1 + self._cpu + 1 / shards
         own = FP32 * whole * copies
         of_root = 0.0 if self._head else self._head_gradient
         yield self._moment(self._root, gradients=head + of_root + others + own)
-        layers += head
+        layers += head + FP32 * self._fetched_table / shards
         yield self._moment(0, gradients=layers + FP32 * root * copies)
+        state = self._tokens * self._hidden
+        yield self._moment(2 * self._rows, gradients=layers, activations=state)
         if shards > 1:
             yield self._moment(0, gradients=layers + (FP32 + self._width) * root)
 

@@ -21,11 +21,11 @@ def check_replicas(engines: Mapping[str, Engine], replicas: int, step: int, layo
 
     Names the ranks in the minority, or all without a majority, and their tensors.
     """
-    own_checksums = {
-        f"{shard.spec.name} of the {role}": shard.checksum()
-        for role, engine in engines.items()
-        for shard in engine.shards(Part.WEIGHTS)
-    }
+    own_checksums: dict[str, list[str]] = {}
+    for role, engine in engines.items():
+        for shard in engine.shards(Part.WEIGHTS):  # a rank may hold several pieces of a tensor
+            pieces = own_checksums.setdefault(f"{shard.spec.name} of the {role}", [])
+            pieces.append(shard.checksum())
     every = gather_objects(xxhash.xxh3_128_hexdigest(repr(own_checksums).encode()), layout)
     size = layout.world // replicas
     # Rank r holds the same boxes as ranks r + size, r + 2 size and so on.
@@ -38,7 +38,9 @@ def check_replicas(engines: Mapping[str, Engine], replicas: int, step: int, layo
     for place, numbers in odd.items():
         copies = [each for each in all_checksums[place::size] if each is not None]
         names = [
-            name for name in (copies[0] if copies else ()) if len({c[name] for c in copies}) > 1
+            name
+            for name in (copies[0] if copies else ())
+            if any(each[name] != copies[0][name] for each in copies)
         ]
         ranks = [place + size * number for number in numbers]
         if ranks:

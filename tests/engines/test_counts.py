@@ -32,13 +32,15 @@ def test_micro_batches_launch_few_kernels_and_copy_and_wait_rarely():
 
 
 @pytest.mark.nightly
-def test_the_embeddings_and_the_output_layer_are_exchanged_apart():
-    """Before its first product, a rank waits for the embeddings and the first layer; after its last, for their gradients."""
+def test_no_exposed_exchange_of_an_8b_model_is_as_large_as_a_gigabyte():
+    """A rank waits for rows of the embeddings and for the first layer before its first product; after its last, for their gradients.
+
+    The gradients of the first layer, in fp32, are the largest.
+    """
     command = [sys.executable, "-m", "bench.counting", "--json", "--size", "Qwen3-8B"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
-    table = 151936 * 4096
     for counts in json.loads(done.stdout.splitlines()[-1]).values():
-        assert max(counts["before"]) == 2 * table
-        assert max(counts["after"]) == 4 * table
-        assert sum(counts["before"]) < 1.4 * 2 * table
-        assert sum(counts["after"]) < 1.4 * 4 * table
+        assert sum(counts["before"]) < 1e9
+        assert max(counts["after"]) < 1e9
+        assert sum(counts["after"]) < 1.2e9
+        assert counts["reads"] <= 1

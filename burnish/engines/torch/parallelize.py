@@ -12,6 +12,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from transformers import PreTrainedModel
 
 from burnish.config.schema import EngineConfig
+from burnish.distributed.layout import Layout
 from burnish.distributed.processes import Mesh
 from burnish.engines.base import compute_dtype
 from burnish.models.scorer import OutputLayer, Scorer
@@ -45,9 +46,10 @@ def parallelize(
     scorer: Scorer,
     config: EngineConfig,
     mesh: Mesh,
+    layout: Layout,
     around: Callable[[Run], Run] | None = None,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Cut `scorer` (on meta) for tensor and then expert parallelism, shard it with FSDP2, and return both cuts (`burnish.models.parts.ShardRule`).
+    """Cut `scorer` (on meta) for tensor parallelism, then experts and embeddings; shard it with FSDP2; return the cuts (`burnish.models.parts.ShardRule`).
 
     Copies of the model (HSDP) are sharded over neighbouring ranks. Gradients are summed in fp32.
     """
@@ -56,13 +58,20 @@ def parallelize(
         from burnish.engines.torch.tensor_parallel import share_matrices
 
         cuts = share_matrices(scorer, mesh.tensor)
-    of_experts: dict[str, Any] = {}
+    others: dict[str, Any] = {}
     experts: Sequence[nn.Module] = ()
     if config.expert_parallel > 1:
         assert mesh.of_experts is not None
         from burnish.engines.torch.expert_parallel import gather_ahead, share_experts
 
-        of_experts, experts = share_experts(scorer.model, mesh.of_experts["experts"].get_group())
+        others, experts = share_experts(scorer.model, mesh.of_experts["experts"].get_group())
+    apart: set[nn.Parameter] = set()
+    if mesh.weights["shard"].size() > 1 and mesh.tensor is None and _are_two_tables(scorer):
+        from burnish.engines.torch.embedding_rows import share_rows
+
+        cut = share_rows(scorer, config, mesh.weights, layout)
+        others |= cut
+        apart = {scorer.model.get_parameter(name) for name in cut}
     keep_activations(scorer.model, config, around)
     layers = decoder_layers(scorer)
     if config.compile:
@@ -88,7 +97,7 @@ def parallelize(
         fully_shard(layer, reshard_after_forward=regathers, **how)
     _shard_ends(scorer, how)
     # The backward pass begins with the root's head, so its weights stay gathered.
-    fully_shard(scorer, reshard_after_forward=False, **how)
+    fully_shard(scorer, reshard_after_forward=False, ignored_params=apart, **how)
     for module in scorer.modules():
         # The mean over one rank is its sum, without a division.
         if isinstance(module, FSDPModule) and meshes.get(module, weights).size() > 1:
@@ -98,20 +107,29 @@ def parallelize(
             module.set_force_sum_reduction_for_comms(True)
     if experts:
         gather_ahead(layers, experts)
-    return cuts, of_experts
+    return cuts, others
+
+
+def _are_two_tables(scorer: Scorer) -> bool:
+    """Return whether the output layer is none, or a plain one that is not the embeddings."""
+    head = scorer.model.get_output_embeddings()
+    table = scorer.model.get_input_embeddings().weight
+    return head is None or (isinstance(head, OutputLayer) and head.weight is not table)
 
 
 def _shard_ends(scorer: Scorer, how: dict[str, Any]) -> None:
-    """Make groups of the embeddings and of the output layer, unless these are one table.
+    """Make groups of the embeddings, unless ranks fetch their rows, and of the output layer, unless these are one table.
 
     The first layer waits for the embeddings alone, and the output layer's gradients travel while layers compute.
     """
+    if not _are_two_tables(scorer):
+        return
     embedding = scorer.model.get_input_embeddings()
     head = scorer.model.get_output_embeddings()
-    if head is None or (isinstance(head, OutputLayer) and head.weight is not embedding.weight):
+    if scorer.rows is None:
         fully_shard(embedding, **how)
         embedding.set_unshard_in_backward(False)  # the backward pass needs only the tokens
-    if head is not None and isinstance(embedding, FSDPModule):
+    if head is not None:
         fully_shard(head, reshard_after_forward=False, **how)
         torch.distributed.fsdp.register_fsdp_forward_method(head, "score")
 

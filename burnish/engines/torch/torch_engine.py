@@ -99,15 +99,16 @@ class TorchEngine(ShardedEngine):
             self._moving = offload.forward_and_backward
             around = offload.around
         self._regions = () if self._adapter else regions(model)
-        self._cuts, cuts_of_experts = parallelize(self._scorer, config, self.mesh, around)
+        self._cuts, other_cuts = parallelize(self._scorer, config, self.mesh, layout, around)
+        self._rows = self._scorer.rows
         materialize(self._scorer, device, on_host=config.parameter_offload)
         if self._adapter is not None:
-            self._adapter.cut(self._cuts, cuts_of_experts)
+            self._adapter.cut(self._cuts, other_cuts)
             self._regions = self._adapter.weights
-        elif self._cuts or cuts_of_experts:
+        elif self._cuts or other_cuts:
             from burnish.models.parts import cut_regions
 
-            self._regions = cut_regions(cut_regions(self._regions, self._cuts), cuts_of_experts)
+            self._regions = cut_regions(cut_regions(self._regions, self._cuts), other_cuts)
         self._optimizer: ShardedOptimizer | None = None
         if optim is not None:
             arena = self.arena if config.optimizer_offload else None
@@ -177,6 +178,8 @@ class TorchEngine(ShardedEngine):
         optimizer = trained(self._optimizer)
         self._reshard()  # weights that a forward pass has gathered since the last backward would keep old values
         gradients = optimizer.gradients()
+        if self._rows is not None:
+            self._rows.sum_copies(self._scorer.model.get_input_embeddings().weight.grad)
         if self.mesh.tensor is not None:
             from burnish.engines.torch.tensor_parallel import sum_over
 
