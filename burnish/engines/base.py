@@ -6,7 +6,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from enum import Enum
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
@@ -19,6 +19,9 @@ from burnish.distributed.layout import Layout
 from burnish.models.flops import Passed
 from burnish.records import Batch, MicroBatch, TokenOutputs
 from burnish.tracking.stats import Stats
+
+if TYPE_CHECKING:
+    from burnish.models.mtp_names import MTPNames
 
 LossFn = Callable[[TokenOutputs, MicroBatch], tuple[Tensor, Stats]]
 """A pure function without collectives. It returns the micro-batch's part of the loss, and its statistics. Parts add
@@ -58,14 +61,14 @@ class Engine(Protocol):
         beside: Engine | None,
         lora: LoraConfig | None = None,
         train: Sequence[str] = (),
-        mtp: Any = None,
+        mtp: MTPNames | None = None,
     ) -> None:
         """Make the model of `hf_config` without weights. Collective.
 
         `layout` has the processes; the engine's own says how they divide the model. Without `optim` the engine is frozen, in
         the compute dtype. With `beside`, which may be of another class, it may share that engine's process groups. `lora` comes
         only where `model.lora` is set: an adapter is trained beside a frozen model. `train` comes only where `model.train` is, and
-        `mtp`, a `burnish.models.mtp_names.MTPNames`, where `model.train_mtp` is.
+        `mtp` where `model.train_mtp` is.
         """
 
     layout: Layout

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import PretrainedConfig
@@ -14,6 +14,9 @@ from burnish.engines.base import Engine
 from burnish.extend import ENGINES
 from burnish.families import family_of
 from burnish.models.meta_init import router_sizes
+
+if TYPE_CHECKING:
+    from burnish.models.mtp_names import MTPNames
 
 _SETTING = "engine.kind"
 _UNBALANCED = {"router_aux_loss": 0.0, "router_bias_update_rate": 0.0}
@@ -56,13 +59,13 @@ def make_engine(  # noqa: PLR0913
     device: torch.device,
     lora: LoraConfig | None = None,
     train: Sequence[str] = (),
-    mtp: Any = None,
+    mtp: MTPNames | None = None,
     beside: Engine | None = None,
 ) -> Engine:
     """Make an engine without weights. Collective. Raises as `require_fitting` does.
 
     Without `optim` the engine is frozen, in the compute dtype. It may share the process groups of `beside`. `train` is `model.train`. `mtp`
-    (`burnish.models.mtp_names.MTPNames`) is a layer that is trained too.
+    is a layer that is trained too.
     """
     if optim is None:
         config = settings_beside(hf_config, config).model_copy(update=_UNBALANCED)

@@ -34,7 +34,7 @@ from burnish.rollout import messages
 from burnish.rollout.base import Generator, RunningRequest, Sampling, Watch
 from burnish.rollout.connections import PacedResponse, connection_to
 from burnish.rollout.staging import Staging, is_here, make_stagings
-from burnish.rollout.weight_group import FAILURES, Member, nccl_facts
+from burnish.rollout.weight_group import FAILURES, GroupMember, nccl_facts
 
 log = logging.getLogger("burnish")
 
@@ -66,7 +66,7 @@ class Upload:
     """What the server says before it has all weights."""
     staging: Staging | None = None
     """Memory that the server maps, or that is broadcast to it; without it, weights go over the connection."""
-    member: Member | None = None
+    member: GroupMember | None = None
     """This process's part in the group that `staging` is broadcast to."""
     unread: int = 0
     """Waves in that memory that the server has not read yet."""
@@ -87,7 +87,7 @@ class Server:
         self._headers = {"Authorization": f"Bearer {token}"}
         self._completing: HTTPConnection | None = None
         """The connection of the running `complete`, which `hang_up` shuts."""
-        self._member: Member | None = None
+        self._member: GroupMember | None = None
         """This process's part in a group with the server, for weights."""
         self._joins = True
         """Whether no such group has failed."""
@@ -168,7 +168,7 @@ class Server:
         if agreed["mapped"] is not None:
             upload.staging = stagings[agreed["mapped"]]
             kind = upload.staging.device.type
-            way = f"{upload.member.kind}" if upload.member else f"shared memory ({kind})"
+            way = upload.member.kind if upload.member else f"shared memory ({kind})"
         is_worse = not self._joins or (way == "HTTP" and is_here(upload.connection.sock))
         self._take_way(way, clipped(agreed["why"], _WHY_CHARACTERS), is_worse=is_worse)
 
@@ -178,7 +178,7 @@ class Server:
         there = upload.connection.sock.getpeername()[0]
         here = upload.connection.sock.getsockname()[0]
         try:
-            self._member = Member(invitation, 0, device, there, here, self.timeout)
+            self._member = GroupMember(invitation, 0, device, there, here, self.timeout)
         except FAILURES as error:
             return f"{type(error).__name__}: {error}"
         return ""

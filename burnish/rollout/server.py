@@ -42,7 +42,7 @@ from burnish.errors import BurnishError
 from burnish.rollout import messages
 from burnish.rollout.base import Generator
 from burnish.rollout.staging import MappedStaging, first_mapped
-from burnish.rollout.weight_group import FAILURES, Host, OwnProcess, Receivers
+from burnish.rollout.weight_group import FAILURES, GroupHost, OwnProcess, Receivers
 
 # Seconds between polls of a call, and between messages to its client.
 _POLL_SECONDS = 0.2
@@ -75,7 +75,7 @@ class GeneratorServer:
         self._timeout = timeout
         self.receivers = receivers or OwnProcess(torch.device("cpu"))
         """Who takes weights, and in which memory besides that of the host."""
-        self.group = Host(self.receivers, timeout)
+        self.group = GroupHost(self.receivers, timeout)
         """The group that weights may come by."""
         self._last_progress = time.monotonic()
         self._version: int | None = None
@@ -163,7 +163,7 @@ class GeneratorServer:
         body.read()
         self._version = version
 
-    def take(
+    def take_weights(
         self,
         fields: Mapping[str, Any],
         body: BinaryIO,
@@ -349,7 +349,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_header("Transfer-Encoding", "chunked")
         self.end_headers()
         address = self.connection.getsockname()[0]
-        take = partial(self._server.take, message.fields, body, address, self._say, load)
+        take = partial(self._server.take_weights, message.fields, body, address, self._say, load)
         call = self._server.call(take, between_steps=True)
         gone = select.poll()
         gone.register(self.connection, select.POLLRDHUP)

@@ -195,17 +195,21 @@ def _device_memory(memory: Tensor) -> dict[str, Any]:
     storage: Any = memory.untyped_storage()
     _, *parts = storage._share_cuda_()
     handle = [part.hex() if isinstance(part, bytes) else part for part in parts]
-    device = str(torch.cuda.get_device_properties(memory.device).uuid)
-    return {"uuid": device, "handle": handle}
+    return {"uuid": uuid_of(memory.device), "handle": handle}
 
 
 def _mapped_device(offer: Mapping[str, Any], device: torch.device) -> Tensor | None:
-    if device.type != "cuda" or offer["uuid"] != str(torch.cuda.get_device_properties(device).uuid):
+    if device.type != "cuda" or offer["uuid"] != uuid_of(device):
         return None
     handle = [bytes.fromhex(part) if isinstance(part, str) else part for part in offer["handle"]]
     index = torch.cuda.current_device() if device.index is None else device.index
     storage = torch.UntypedStorage._new_shared_cuda(index, *handle)
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def uuid_of(device: torch.device) -> str:
+    """Return the name of a CUDA device."""
+    return str(torch.cuda.get_device_properties(device).uuid)
 
 
 def _view(memory: Tensor, place: int, dtype: torch.dtype, box: Box) -> Tensor:

@@ -29,7 +29,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 from burnish.boxes.shards import Shard
 from burnish.distributed.device import synchronize
 from burnish.rollout import messages
-from burnish.rollout.staging import pieces
+from burnish.rollout.staging import pieces, uuid_of
 
 # Most seconds for a group to connect.
 _CONNECT_SECONDS = 30.0
@@ -93,7 +93,7 @@ class _GlooGroup:
             threading.Thread(target=rest.clear, daemon=False).start()
 
 
-class Member:
+class GroupMember:
     """This process's part in a group."""
 
     def __init__(
@@ -266,7 +266,7 @@ class OwnProcess:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device if device.type == "cuda" else torch.device("cpu")
-        self._member: Member | None = None
+        self._member: GroupMember | None = None
 
     def uuids(self) -> list[str]:
         """See `Receivers.uuids`."""
@@ -274,7 +274,7 @@ class OwnProcess:
 
     def join(self, invitation: Mapping[str, Any], address: str, timeout: float) -> None:
         """See `Receivers.join`."""
-        self._member = Member(invitation, 1, self.device, address, address, timeout)
+        self._member = GroupMember(invitation, 1, self.device, address, address, timeout)
 
     def read(self, rows: Sequence[Sequence[Any]], begin: int, size: int) -> Iterator[Shard]:
         """See `Receivers.read`."""
@@ -289,7 +289,7 @@ class OwnProcess:
             self._member = None
 
 
-class Host:
+class GroupHost:
     """A server's part: it invites a sender, and opens the store in which all meet."""
 
     def __init__(self, receivers: Receivers, timeout: float) -> None:
@@ -379,11 +379,6 @@ class Host:
         self._id = ""
         self._receivers.leave()
         self._store = None
-
-
-def uuid_of(device: torch.device) -> str:
-    """Return the name of a CUDA device."""
-    return str(torch.cuda.get_device_properties(device).uuid)
 
 
 def nccl_facts(device: torch.device | None) -> dict[str, Any] | None:

@@ -64,6 +64,7 @@ if TYPE_CHECKING:
     from burnish.config.frozen_models import FrozenModel
     from burnish.data.examples import ExampleDataset
     from burnish.data.streaming import Stream
+    from burnish.models.mtp_names import MTPNames
 
 _MEGABYTE = 1_000_000
 _log = logging.getLogger(__name__)
@@ -107,8 +108,8 @@ class Foundation(TextFoundation):
     """The numbers that a run trains, if those are not the whole model's."""
     beside: Sequence[FrozenModel] = ()
     """The frozen models of the method (`Method.frozen`)."""
-    mtp: Any = None
-    """A `burnish.models.mtp_names.MTPNames`, the layer for multi-token prediction that is trained; None: none is."""
+    mtp: MTPNames | None = None
+    """The layer for multi-token prediction that is trained; None: none is."""
 
     @property
     def costs(self) -> ModelFlops:
@@ -221,16 +222,7 @@ def lay_foundation(
 
         routing.require_routers(hf_config, "algorithm.router_replay")
     base = weights_source(config.model, hf_config, config.seed)
-    composite = composite_of(config.model.path, hf_config)
-    if composite is not None and composite.names:
-        from burnish.check import composite_proof
-
-        composite_proof.prove_composite(composite, hf_config, layout)
-    mtp = None
-    if config.model.train_mtp:
-        from burnish.models.mtp_names import trained_layer
-
-        mtp, composite = trained_layer(composite, hf_config, layout)
+    composite, mtp = _around(config.model, hf_config, layout)
     source: ShardSource = base
     adapter: dict[str, Any] | None = None
     adapted = 0
@@ -285,6 +277,23 @@ def lay_foundation(
     )
     # Written once now, so that what cannot be written ends the run here and not at its first save.
     return foundation if given is None else with_assets(foundation)
+
+
+def _around(
+    config: ModelConfig, hf_config: PretrainedConfig, layout: Layout
+) -> tuple[Composite | None, MTPNames | None]:
+    """Return what lies around the model in its checkpoint and stays as it is, and the MTP layer that is trained."""
+    composite = composite_of(config.path, hf_config)
+    if composite is not None and composite.names:
+        from burnish.check import composite_proof
+
+        composite_proof.prove_composite(composite, hf_config, layout)
+    if not config.train_mtp:
+        return composite, None
+    from burnish.models.mtp_names import trained_layer
+
+    mtp, composite = trained_layer(composite, hf_config, layout)
+    return composite, mtp
 
 
 def _proved_sampling(rollout: RolloutConfig) -> Sampling:

@@ -19,7 +19,7 @@ from burnish.rollout import server as server_module
 from burnish.rollout.builtin.generator import BuiltinGenerator
 from burnish.rollout.client import ServedGenerator, Server
 from burnish.rollout.server import GeneratorServer
-from burnish.rollout.weight_group import Member, OwnProcess
+from burnish.rollout.weight_group import GroupMember, OwnProcess
 
 KINDS = [
     pytest.param("cpu", marks=pytest.mark.nightly),
@@ -72,14 +72,14 @@ def test_a_process_gets_each_version_and_its_death_holds_nobody_up(
             assert dict(generator.checksums()) == wanted
         assert server._way == ("NCCL" if kind == "cuda" else "gloo")
         began = time.monotonic()
-        plain_send = Member.send
+        plain_send = GroupMember.send
 
-        def send(member: Member, buffer: torch.Tensor) -> None:
+        def send(member: GroupMember, buffer: torch.Tensor) -> None:
             process.kill()
             process.join()
             plain_send(member, buffer)
 
-        monkeypatch.setattr(Member, "send", send)
+        monkeypatch.setattr(GroupMember, "send", send)
         generator.load_weights(Publication(model_shards(models[0])), 3)
         assert [*generator._lost] == [server]
         assert server._member is None

@@ -3,7 +3,7 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.models.known_sizes import QWEN3_8B
+from support.models.known_sizes import QWEN3_8B, QWEN3_30B_A3B
 from support.models.planned import beside
 from support.models.tiny import tiny_config
 
@@ -20,20 +20,7 @@ from burnish.plan.model import PlannedModel, Workload
 from burnish.plan.shapes import model_shape
 
 MODEL = QWEN3_8B | {"tie_word_embeddings": False}
-MIXTURE = {
-    "model_type": "qwen3_moe",
-    "hidden_size": 2048,
-    "intermediate_size": 6144,
-    "moe_intermediate_size": 768,
-    "num_hidden_layers": 48,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 4,
-    "head_dim": 128,
-    "num_experts": 128,
-    "num_experts_per_tok": 8,
-    "vocab_size": 151936,
-    "tie_word_embeddings": False,
-}
+MIXTURE = QWEN3_30B_A3B | {"tie_word_embeddings": False}
 SHARED = (
     "hidden_size",
     "num_hidden_layers",

@@ -42,7 +42,7 @@ from burnish.models.names import model_shards
 from burnish.rollout import messages
 from burnish.rollout.client import ServedGenerator, Server
 from burnish.rollout.staging import MappedStaging, Staging, first_mapped, make_stagings
-from burnish.rollout.weight_group import Host
+from burnish.rollout.weight_group import GroupHost
 
 CPU = torch.device("cpu")
 
@@ -127,7 +127,7 @@ def test_every_way_brings_the_same_weights_and_says_which_it_takes(
             if way != "shared memory (cpu)":
                 patch.setattr("burnish.rollout.server.first_mapped", lambda offers, device: None)
             if way == "HTTP":
-                patch.setattr(Host, "invite", refuse)
+                patch.setattr(GroupHost, "invite", refuse)
             sent.append(0)
             generator = loaded([server])
             assert_same(generator.generate(requests, SAMPLING), alone(requests))

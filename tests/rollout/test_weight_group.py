@@ -39,7 +39,7 @@ from burnish.distributed.nccl import Communicator, Nccl
 from burnish.errors import BurnishError
 from burnish.models.names import model_shards
 from burnish.rollout.client import ServedGenerator, Server
-from burnish.rollout.weight_group import Host, Member, OwnProcess, _GlooGroup
+from burnish.rollout.weight_group import GroupHost, GroupMember, OwnProcess, _GlooGroup
 
 CPU = torch.device("cpu")
 
@@ -98,15 +98,15 @@ def test_a_group_that_does_not_connect_leaves_http_and_is_named_once(
         raise OSError("no route")
 
     attempts = []
-    plain_invite = Host.invite
+    plain_invite = GroupHost.invite
 
-    def invite(host: Host, *given: Any) -> Any:
+    def invite(host: GroupHost, *given: Any) -> Any:
         attempts.append(host)
         return plain_invite(host, *given)
 
-    monkeypatch.setattr(Host, "invite", invite)
+    monkeypatch.setattr(GroupHost, "invite", invite)
     if side == "sender":
-        monkeypatch.setattr("burnish.rollout.client.Member", refuse)
+        monkeypatch.setattr("burnish.rollout.client.GroupMember", refuse)
     else:
         monkeypatch.setattr(OwnProcess, "join", refuse)
     # The other side waits for this one.
@@ -209,9 +209,9 @@ def send_and_wait(pipe: Connection, url: str) -> None:
     generator = feeding(server, staged(12, 0))
     generator.load_weights(Publication(staged(12, 1)), 1)
     sends = 0
-    plain_send = Member.send
+    plain_send = GroupMember.send
 
-    def send(member: Member, buffer: torch.Tensor) -> None:
+    def send(member: GroupMember, buffer: torch.Tensor) -> None:
         nonlocal sends
         sends += 1
         if sends == 4:
@@ -219,7 +219,7 @@ def send_and_wait(pipe: Connection, url: str) -> None:
             time.sleep(60)
         plain_send(member, buffer)
 
-    Member.send = send  # type: ignore[method-assign]
+    GroupMember.send = send  # type: ignore[method-assign]
     generator.load_weights(Publication(staged(12, 2)), 2)
 
 
@@ -271,8 +271,8 @@ class Deaf:
         self.aborts += 1
 
 
-def member_of(group: Deaf, store: Any, timeout: float) -> Member:
-    member = Member.__new__(Member)
+def member_of(group: Deaf, store: Any, timeout: float) -> GroupMember:
+    member = GroupMember.__new__(GroupMember)
     vars(member).update(
         id="", kind="", _device=CPU, _timeout=timeout, _buffer=torch.empty(0, dtype=torch.uint8),
         _group=group, _has_left=False, _limit=None, _store=store,
@@ -317,19 +317,19 @@ class TestWhoJoins:
     OFFERS = ({"device": {"uuid": "GPU-1"}}, {})
 
     @pytest.fixture
-    def host(self, monkeypatch: pytest.MonkeyPatch) -> Iterator[Host]:
+    def host(self, monkeypatch: pytest.MonkeyPatch) -> Iterator[GroupHost]:
         monkeypatch.setattr(Nccl, "__init__", lambda nccl: None)
         monkeypatch.setattr(Nccl, "facts", lambda nccl: {"NCCL": 22703})
         receivers: Any = OwnProcess(torch.device("cuda", 0))
         receivers.uuids = lambda: ["GPU-0"]
-        host = Host(receivers, 5.0)
+        host = GroupHost(receivers, 5.0)
         yield host
         host.leave()
 
     def fields(self, **changes: Any) -> dict[str, Any]:
         return {"offers": self.OFFERS, "group": "", "nccl": {"NCCL": 22703}, **changes}
 
-    def test_a_device_of_its_own_and_the_same_nccl(self, host: Host) -> None:
+    def test_a_device_of_its_own_and_the_same_nccl(self, host: GroupHost) -> None:
         number, invitation = host.invite(self.fields(), "127.0.0.1")
         assert (number, invitation["kind"], invitation["size"]) == (0, "NCCL", 2)
         _, again = host.invite(self.fields(group=invitation["id"]), "127.0.0.1")
@@ -348,18 +348,18 @@ class TestWhoJoins:
         ],
         ids=["same device", "sender on CPU", "other version", "other settings", "no NCCL"],
     )
-    def test_others_are_not_invited(self, host: Host, changes: dict[str, Any]) -> None:
+    def test_others_are_not_invited(self, host: GroupHost, changes: dict[str, Any]) -> None:
         with pytest.raises(ValueError, match=r"NCCL|CUDA"):
             host.invite(self.fields(**changes), "127.0.0.1")
 
     def test_memory_that_is_mapped_is_preferred_where_its_own_process_needs_it(
-        self, host: Host
+        self, host: GroupHost
     ) -> None:
         assert [host.prefers(offer) for offer in self.OFFERS] == [True, False]
-        on_host = Host(OwnProcess(CPU), 5.0)
+        on_host = GroupHost(OwnProcess(CPU), 5.0)
         assert [on_host.prefers(offer) for offer in self.OFFERS] == [False, True]
         others: Any = SimpleNamespace(count=2, device=CPU)
-        assert not any(Host(others, 5.0).prefers(offer) for offer in self.OFFERS)
+        assert not any(GroupHost(others, 5.0).prefers(offer) for offer in self.OFFERS)
 
 
 class Library:

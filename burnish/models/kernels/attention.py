@@ -13,6 +13,7 @@ import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from itertools import chain
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -25,7 +26,7 @@ from transformers import AttentionInterface
 from burnish.distributed.device import is_sm80_or_newer, uncompiled
 from burnish.errors import IncompatibleError
 from burnish.models.kernels.scores import cap, weigh
-from burnish.models.packing import Indices, PrefixTree, RowMap, host_tensor, on_device, select_rows
+from burnish.models.packing import Indices, PrefixTree, RowMap, on_device, select_rows
 from burnish.records import to_device
 
 IMPLEMENTATION = "burnish_packed"
@@ -129,7 +130,7 @@ AttentionInterface.register(IMPLEMENTATION, attention_forward)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _SharedRows:
-    """Maps C computed rows to the A rows of whole sequences, and back."""
+    """Maps C computed rows to the A rows of whole sequences."""
 
     own: tuple[int, ...]
     """How many of each sequence's last rows are computed rows, which lie in the order of sequences."""
@@ -137,31 +138,6 @@ class _SharedRows:
     """[S + 1] int32: where the computed rows of each sequence start, and C."""
     sources: RowMap
     """[A], the computed row that stands for each sequence row."""
-    last: Tensor
-    """[C] int64, the sequence row of each computed row."""
-    others: Tensor
-    """[A - C] int64, all other sequence rows."""
-
-    @classmethod
-    def of(
-        cls, sources: Indices, lengths: Sequence[int], own: Sequence[int], device: torch.device
-    ) -> _SharedRows:
-        """Plan from `sources` [A], the computed row of each sequence row. See `RowMap.of`."""
-        ends = np.cumsum(lengths)
-        is_own = np.zeros(len(sources), np.bool)
-        for end, count in zip(ends, own, strict=True):
-            is_own[end - count : end] = True
-        return cls(
-            tuple(own),
-            _cumulated(own),
-            RowMap.of(sources, device),
-            host_tensor(np.flatnonzero(is_own)),
-            host_tensor(np.flatnonzero(~is_own)),
-        )
-
-    def collect(self, output: Tensor) -> Tensor:
-        """Return the computed rows of whole sequences' outputs."""
-        return select_rows(output, self.last, self.sources.index, self.others)
 
 
 @dataclass(frozen=True)
@@ -196,7 +172,8 @@ class PackedLayout:
         layout = cls.of([lengths[number] for number in kept], host)
         sources = np.concatenate([sequences[number] for number in kept])
         own = [tree.own[number] for number in kept]
-        return replace(layout, shared=_SharedRows.of(sources, layout.lengths, own, device))
+        shared = _SharedRows(tuple(own), _cumulated(own), RowMap.of(sources, device))
+        return replace(layout, shared=shared)
 
     @property
     def own(self) -> tuple[int, ...]:
@@ -236,7 +213,10 @@ class PackedLayout:
         """See `PackedAttention.mix`. Each sequence computes a common beginning again."""
         rows = hidden[0] if self.shared is None else self.shared.sources.take(hidden[0])
         output = self.whole.computed(rows, lambda part: mixer(part, None))
-        return (output if self.shared is None else self.shared.collect(output))[None]
+        if self.shared is not None:
+            parts = chain.from_iterable(zip(self.begun, self.own, strict=True))
+            output = torch.cat(torch.split(output, [*parts])[1::2])
+        return output[None]
 
     def _varlen(self, rows: list[Tensor], softmax: Softmax) -> Tensor:
         query, key, value = rows

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from burnish.boxes.box import Box
-from burnish.boxes.shards import Shard, TensorSpec
-from burnish.rollout.weight_group import FAILURES, Member, uuid_of
+from burnish.boxes.shards import Shard
+from burnish.rollout.staging import pieces, uuid_of
+from burnish.rollout.weight_group import FAILURES, GroupMember
 
 
 class VllmReceivers:
@@ -37,9 +37,7 @@ class VllmReceivers:
     def read(self, rows: Sequence[Sequence[Any]], begin: int, size: int) -> Iterator[Shard]:
         """See `Receivers.read`. The processes keep the pieces until `received` takes them."""
         self._succeed(self._call(_receive, rows, begin, size))
-        for name, shape, dtype, offsets, sizes, _ in rows:
-            spec = TensorSpec(name, tuple(shape), getattr(torch, dtype))
-            yield Shard(spec, Box(tuple(offsets), tuple(sizes)), torch.empty(sizes, device="meta"))
+        yield from pieces(torch.empty(size, dtype=torch.uint8, device="meta"), rows, begin)
 
     def leave(self) -> None:
         """See `Receivers.leave`."""
@@ -57,7 +55,7 @@ class VllmReceivers:
 class _Received:
     """What a process of vLLM has received."""
 
-    member: Member | None = None
+    member: GroupMember | None = None
     tensors: dict[str, Tensor] = field(default_factory=dict)
 
 
@@ -91,7 +89,9 @@ def _join(worker: Any, invitation: Mapping[str, Any], address: str, timeout: flo
     _leave(worker)
     device = worker.device if worker.device.type == "cuda" else torch.device("cpu")
     try:
-        _of(worker).member = Member(invitation, 1 + worker.rank, device, address, address, timeout)
+        _of(worker).member = GroupMember(
+            invitation, 1 + worker.rank, device, address, address, timeout
+        )
     except FAILURES as error:
         return f"{type(error).__name__}: {error}"
     return ""
