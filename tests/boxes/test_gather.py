@@ -158,6 +158,7 @@ def crossing_of(layout):
             have = [] if is_one and layout.rank != 1 else have
             gather = Gather(have, [TensorSpec("w", shape, F32)], known)
             before = received_bytes()
+            dist.barrier()  # so that nobody sends before all have looked
             for _ in gather.run(have):
                 pass
             dist.barrier()

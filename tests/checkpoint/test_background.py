@@ -254,7 +254,7 @@ def test_what_fails_on_one_rank_has_failed_on_all(tmp_path, how, victim):
 
 
 def is_alive(pid):
-    with suppress(FileNotFoundError):
+    with suppress(FileNotFoundError, ProcessLookupError):  # it may end while its file is open
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     return False
 
