@@ -111,6 +111,9 @@ class ChatEncoder:
         before, both = self.ids([ANCHOR, f"{ANCHOR}0"], special=False)
         self._prepends = both[len(before) :] != plain
         self._closes_itself = plain[-1:] != closed[-1:] == [self._eos]
+        bos = tokenizer.bos_token_id
+        self._doubled = [bos, bos] if plain[:1] != closed[:1] == [bos] else None
+        """How a text begins that has the beginning-of-sequence token already."""
 
     @property
     def reads_tools(self) -> bool:
@@ -124,7 +127,7 @@ class ChatEncoder:
         return others | self.unread.warnings
 
     def ids(self, texts: Sequence[str], special: bool) -> list[list[int]]:
-        """Tokenize each text. `special` adds leading tokens, never trailing ones.
+        """Tokenize each text. `special` adds leading tokens, never trailing ones, and no second beginning of sequence.
 
         A text over the limit may lose its end, but stays over the limit.
         """
@@ -136,7 +139,15 @@ class ChatEncoder:
             return_attention_mask=False,
             verbose=False,
         )["input_ids"]
-        return [tokens[:-1] for tokens in lists] if special and self._closes_itself else lists
+        if special and self._closes_itself:
+            lists = [tokens[:-1] for tokens in lists]
+        if special and self._doubled:
+            for number, tokens in enumerate(lists):
+                if tokens[:2] == self._doubled:
+                    lists[number] = tokens[1:]
+                    begun = f"texts begin with {self._tokenizer.bos_token}, such as {texts[number]!r:.60}; the tokenizer does not add it again"
+                    self.unread.note("the beginning", begun)
+        return lists
 
     def _beginning(self, text: str) -> str:
         """Return the text, or a beginning of it that is already over the limit."""

@@ -335,6 +335,20 @@ def test_a_special_token_at_the_start_stays_and_one_at_the_end_is_not_part_of_a_
     assert encoder.texts([Text("ab")])[0][1].tolist() == [False, True, True]
 
 
+@pytest.mark.parametrize("text", ["<s>q ab", "<s>"])
+def test_a_text_that_has_the_beginning_of_sequence_gets_no_second_one(text):
+    """As texts that a chat template has rendered."""
+    tokenizer = bpe_tokenizer(post="<s> $A")
+    encoder = ExampleEncoder(tokenizer)
+    assert encoder.ids(["q "], special=True)[0] == tokenizer("q ")["input_ids"]
+    assert not encoder.warnings
+    whole = tokenizer(text, add_special_tokens=False)["input_ids"]
+    assert encoder.ids([text], special=True)[0] == whole
+    assert len(encoder.warnings) == 1
+    for row in (Text(text), Text("ab", text)):
+        assert tokenizer.decode(encoder.texts([row])[0][0]) == f"{row.prompt}{row.text}</s>"
+
+
 def test_one_id_that_begins_and_ends_texts_takes_nothing_away():
     tokenizer = char_tokenizer(None, eos_token="<eos>")
     tokenizer.bos_token = "<eos>"
