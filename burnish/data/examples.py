@@ -48,6 +48,7 @@ class AnswerRows(RowDataset[Item]):
     """Rows with answers to train on."""
 
     encoder = ExampleEncoder
+    untrained = "nothing to train on, such as a message of the role assistant"
     _encoder: ExampleEncoder
 
     def _completed(

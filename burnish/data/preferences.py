@@ -47,6 +47,8 @@ class PreferenceDataset(AnswerRows[tuple[Example, ...]]):
     farther up. The first row takes the last one's.
     """
 
+    untrained = "equal answers, or nothing to train on"
+
     def __init__(  # noqa: PLR0913
         self,
         rows: Rows,
@@ -86,8 +88,8 @@ class PreferenceDataset(AnswerRows[tuple[Example, ...]]):
         self._settings = settings, is_judged
         self._prompt = preference_prompt_column(data, rows, self._answers)
         self._used = (*self._answers, *([self._prompt] if self._prompt else ()))
-        if all(isinstance(value_at(rows[0], name), str) for name in self._used):
-            self._notice_raw(self._used[-1])
+        if self._prompt and all(isinstance(value_at(rows[0], name), str) for name in self._used):
+            self._notice_raw(self._prompt)
         self._scan(progress)
         # A batch of streamed rows joins its own prompts and answers.
         self._is_joined = self._is_of_answers and not rows.is_streamed
@@ -220,6 +222,10 @@ class PreferenceDataset(AnswerRows[tuple[Example, ...]]):
             self._encoder.unread.note("equal answers", text)
         prompt = None if self._prompt is None else prompt_at(row, self._prompt)
         if len(answers) == 2 and all(_is_whole(answer) for answer in answers):
+            if self._prompt is not None:
+                said = "\n".join(map(_words, chain.from_iterable(answers)))
+                words = prompt if isinstance(prompt, str) else [*map(_words, prompt or ())]
+                self._encoder.unread.check_beside({self._prompt: words}, None, name, said)
             prompt, answers = self._divided(answers, name)
         if not prompt:
             raise UsageError(
@@ -283,6 +289,10 @@ def _mismatched(own: Example, other: Example, limit: int | None) -> Example:
 def _example(answer: Encoded, label: float) -> Example:
     ids, mask = answer
     return Example(token_ids=ids, loss_mask=mask, labels=np.full(len(ids), label, np.float32))
+
+
+def _words(message: Any) -> str:
+    return str(message.get("content") or message.get("value")) if isinstance(message, dict) else ""
 
 
 def _is_whole(answer: Any) -> bool:

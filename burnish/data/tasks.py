@@ -90,6 +90,8 @@ class RowDataset(ItemSequence[Item]):
     """Encodes the rows."""
     lengths: npt.NDArray[np.int64]
     """Tokens of each item, shape [len(self)]."""
+    untrained = "nothing to train on"
+    """What dropped rows have that are not too long."""
     first_index: int
     """Number of rows in a mixture that come before these."""
 
@@ -163,7 +165,7 @@ class RowDataset(ItemSequence[Item]):
         if not len(self):
             raise UsageError(
                 f"no row of {', '.join(self.rows.files[:2])} can be used",
-                have=f"{total} rows: {self.dropped_overlong} over {setting}={limit}, {self.dropped_untrained} with nothing to train on, such as a message of the role assistant",
+                have=f"{total} rows: {self.dropped_overlong} over {setting}={limit}, {self.dropped_untrained} with {self.untrained}",
                 want="at least one row to use",
                 do=f"{do}, or correct the data",
             )
@@ -171,9 +173,8 @@ class RowDataset(ItemSequence[Item]):
             numbers = self.dropped_overlong, total, setting, limit
             logger.warning("dropped %d of %d rows: longer than %s=%d tokens", *numbers)
         if self.dropped_untrained:
-            logger.warning(
-                "dropped %d of %d rows: nothing to train on", self.dropped_untrained, total
-            )
+            dropped = self.dropped_untrained
+            logger.warning("dropped %d of %d rows: %s", dropped, total, self.untrained)
 
     def _lengths(self, progress: Progress) -> Lengths:
         """Tokenize all rows, unless an earlier start did. Collective."""

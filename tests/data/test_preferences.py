@@ -21,10 +21,12 @@ END = "<|im_end|>"
 KTO = PreferenceSettings(loss={"kto": 1.0})
 
 
-def read(folder: Path, rows: list[dict[str, Any]], settings: PairSettings) -> PreferenceDataset:
+def read(
+    folder: Path, rows: list[dict[str, Any]], settings: PairSettings, most: int = 24
+) -> PreferenceDataset:
     write_rows(folder / "rows.jsonl", rows)
     table = load_rows([str(folder / "rows.jsonl")], "data.train")
-    return PreferenceDataset(table, TOKENIZER, DataConfig(), settings, 24)
+    return PreferenceDataset(table, TOKENIZER, DataConfig(), settings, most)
 
 
 def told(dataset: PreferenceDataset) -> list[list[tuple[str, str, float]]]:
@@ -117,6 +119,30 @@ def test_margins_are_of_their_column_or_of_scores(tmp_path: Path) -> None:
             read(tmp_path, [{**pair, "margin": margin}], PairSettings())
     with pytest.raises(MissingError):
         read(tmp_path, given, PairSettings(margin_per_score=1.0))
+
+
+CHOSEN = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]
+REJECTED = [CHOSEN[0], {"role": "assistant", "content": "no"}]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "is_named"),
+    [("hi", False), (CHOSEN[:1], False), ("be kind", True), ([{"content": "be kind"}], True)],
+)
+def test_words_of_a_prompt_that_whole_conversations_lack_are_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, prompt: Any, is_named: bool
+) -> None:
+    row = {"prompt": prompt, "chosen": CHOSEN, "rejected": REJECTED}
+    read(tmp_path, [row], PairSettings(), 64)
+    assert ("'prompt' is not read" in caplog.text) == is_named
+
+
+def test_no_text_of_answers_alone_is_called_a_prompt(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with pytest.raises(UsageError):
+        read(tmp_path, [{"chosen": "a: b", "rejected": "a: c"}], PairSettings())
+    assert not caplog.records
 
 
 def test_a_ranked_list_is_all_its_pairs(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
