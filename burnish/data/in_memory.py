@@ -10,6 +10,7 @@ import os
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
@@ -80,20 +81,25 @@ def _rows_of_table(value: Any) -> Sequence[Mapping[str, Any]] | None:
     for module, name, method in _TABLES:
         loaded = sys.modules.get(module)
         if loaded is not None and isinstance(value, getattr(loaded, name)):
+            if module == "pandas":  # its missing values are NaN, NaT and NA
+                value = value.astype(object).where(value.notna(), None)
             rows: Sequence[Mapping[str, Any]] = getattr(value, method[0])(*method[1:])
             return rows
     return None
 
 
 def _stored_rows(rows: Sequence[Mapping[str, Any]], setting: str) -> str:
-    try:
-        lines = [json.dumps(row, allow_nan=False) for row in rows]
-    except (TypeError, ValueError) as error:
-        raise UsageError(
-            f"{setting} has a row that is not JSON: {error}",
-            want="rows of texts, numbers, lists and mappings",
-            do="convert such values first",
-        ) from error
+    lines = []
+    for number, row in enumerate(rows):
+        try:
+            lines.append(_as_json(row))
+        except (TypeError, ValueError) as error:
+            raise UsageError(
+                f"row {number} (counted from 0) of {setting} is not JSON: {error}",
+                have=f"{', '.join(map(str, filter(partial(_is_foreign, row), row)))} in it",
+                want="rows of texts, numbers, lists and mappings",
+                do="convert such values first",
+            ) from error
     text = "".join(f"{line}\n" for line in lines).encode()
     path = _root() / f"rows-from-python-{xxhash.xxh3_128_hexdigest(text)}.jsonl"
     if not path.exists():
@@ -102,6 +108,25 @@ def _stored_rows(rows: Sequence[Mapping[str, Any]], setting: str) -> str:
         os.replace(folder / path.name, path)
         folder.rmdir()
     return str(path)
+
+
+def _as_json(value: Any) -> str:
+    """Write a value as JSON, arrays and numbers of numpy too. Raises `TypeError` and `ValueError`."""
+    return json.dumps(value, allow_nan=False, default=_of_array)
+
+
+def _of_array(value: Any) -> Any:
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    raise TypeError(f"an object of the type {type(value).__name__}")
+
+
+def _is_foreign(row: Mapping[str, Any], column: str) -> bool:
+    try:
+        _as_json(row[column])
+    except (TypeError, ValueError):
+        return True
+    return False
 
 
 def _stored_data_set(rows: Any) -> str:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+import numpy as np
 import pandas
 import pyarrow as pa
 import pytest
@@ -57,6 +58,30 @@ def test_files_and_rows_may_be_mixed(tmp_path: Path) -> None:
     train = load_config(data=[str(tmp_path / "a.jsonl"), table]).data.train
     assert train[0] == str(tmp_path / "a.jsonl")
     assert load_rows([train[1]]).span(0, 1) == [{"prompt": "b"}]
+
+
+def test_numbers_and_arrays_of_numpy_are_lists_and_numbers() -> None:
+    row = {"prompt": "a", "answer": np.int64(3), "scores": np.array([0.5, 1.0])}
+    rows = load_rows([stored([row], "data.train")]).span(0, 1)
+    assert rows == [{"prompt": "a", "answer": 3, "scores": [0.5, 1.0]}]
+
+
+def test_missing_values_of_pandas_are_null() -> None:
+    columns = {"prompt": ["a", None], "score": [math.nan, 1.5], "turns": [[{"role": "user"}], None]}
+    table = pandas.DataFrame(columns).assign(day=[pandas.NaT, pandas.NA], number=[1, 2])
+    first, second = load_rows([stored(table, "data.train")]).span(0, 2)
+    nothing = dict.fromkeys(["score", "day"])
+    assert first == nothing | {"prompt": "a", "turns": [{"role": "user"}], "number": 1}
+    assert second == {"prompt": None, "score": 1.5, "turns": None, "day": None, "number": 2}
+
+
+def test_a_value_that_is_not_json_is_named_with_row_and_column() -> None:
+    rows = [{"prompt": "a"}, {"prompt": "b", "wide": [b"x"], "high": 1}]
+    with pytest.raises(UsageError) as error:
+        stored(rows, "data.train")
+    assert "row 1 " in str(error.value)
+    assert "wide" in str(error.value)
+    assert "high" not in str(error.value)
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, object(), {1, 2}, b"x"])
