@@ -13,23 +13,17 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections import Counter
-from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
-import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig
 
 from bench.planning_cases import SHAPES
 from bench.planning_imagined import NAME, imagined_accelerator
 from burnish.algorithms.fine_tuning import sft_loss
 from burnish.algorithms.loss import policy_loss_fn
+from burnish.check.call_counter import CallCounter, CallCounts
 from burnish.config.schema import RunConfig
 from burnish.data.batching import make_batch
 from burnish.distributed.layout import Layout
@@ -40,80 +34,6 @@ from burnish.records import Example
 MOST = {"sft": (910, 1570), "grpo": (1000, 1575)}
 """Kernels of a forward and a backward pass that these steps are to stay below on eight ranks."""
 _TOKENS = 32768
-_FREE = ("aten::empty", "aten::new_empty", "aten::detach", "aten::_unsafe_view", "prim::")
-
-
-@dataclass
-class Counts:
-    """What a micro-batch costs, or two steps whose difference it is."""
-
-    forward: Counter[str] = field(default_factory=Counter)
-    """Kernels by operator."""
-    backward: Counter[str] = field(default_factory=Counter)
-    copies: int = 0
-    """Copies from the host's memory."""
-    reads: int = 0
-    """Times that the host reads a number of the device."""
-    exchanged: Counter[str] = field(default_factory=Counter)
-    """Bytes of the whole tensors in collectives, by operator."""
-    before: list[int] = field(default_factory=list)
-    """Bytes of each collective before the step's first matrix product."""
-    after: list[int] = field(default_factory=list)
-    """Bytes of each collective after the step's last."""
-
-    def __sub__(self, other: Counts) -> Counts:
-        return Counts(
-            self.forward - other.forward,
-            self.backward - other.backward,
-            self.copies - other.copies,
-            self.reads - other.reads,
-            self.exchanged - other.exchanged,
-            self.before,
-            self.after,
-        )
-
-
-class Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts in `counts` what happens in its block."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.counts = Counts()
-        self._multiplies = False
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        result = func(*args, **(kwargs or {}))
-        given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-        made = [x for x in tree_leaves(result) if isinstance(x, Tensor)]
-        there = [x.device.type == NAME for x in given]
-        if func is torch.ops.aten._local_scalar_dense.default or "nonzero" in func.name():
-            self.counts.reads += any(there)
-        elif given and not any(there) and any(x.device.type == NAME for x in made):
-            self.counts.copies += 1
-        elif any(there) and not all(x.device.type == NAME for x in made):
-            self.counts.reads += 1
-        elif func.namespace == "c10d":
-            self._exchange(func.name(), max(x.nbytes for x in given))
-        elif any(x.device.type == NAME for x in (*given, *made)) and not _is_free(func):
-            if func.name().startswith("aten::mm"):
-                self._multiplies = True
-                self.counts.after.clear()
-            in_backward = torch._C._current_graph_task_id() >= 0
-            kernels = self.counts.backward if in_backward else self.counts.forward
-            kernels[func.name()] += 1
-        return result
-
-    def _exchange(self, name: str, size: int) -> None:
-        self.counts.exchanged[name] += size
-        (self.counts.after if self._multiplies else self.counts.before).append(size)
-
-
-def _is_free(func: Any) -> bool:
-    """Return whether a call launches no kernel: it makes a view, or memory that nobody has written."""
-    views = any(each.alias_info and not each.alias_info.is_write for each in func._schema.returns)
-    return views or func.name().startswith(_FREE)
 
 
 def settings(size: str, method: str) -> RunConfig:
@@ -145,7 +65,7 @@ def examples(method: str, microbatches: int, vocabulary: int) -> list[Example]:
     return found
 
 
-def count_step(config: RunConfig, method: str, microbatches: int, ranks: int) -> Counts:
+def count_step(config: RunConfig, method: str, microbatches: int, ranks: int) -> CallCounts:
     """Count one training step's work on the simulated accelerator."""
     fresh = dict(config.model.fresh) if isinstance(config.model.fresh, dict) else {}
     hf = AutoConfig.for_model(fresh.pop("model_type"), **fresh)
@@ -156,13 +76,13 @@ def count_step(config: RunConfig, method: str, microbatches: int, ranks: int) ->
         given = examples(method, microbatches, hf.vocab_size)
         batch = make_batch(given, Layout(), _TOKENS, count_flops(hf))
         assert len(batch.microbatches) == microbatches
-        with Counting() as counting:
+        with CallCounter(NAME) as counting:
             engine.forward_backward(batch, loss)
         engine.close()
     return counting.counts
 
 
-def count(size: str, method: str, ranks: int) -> Counts:
+def count(size: str, method: str, ranks: int) -> CallCounts:
     """Count a micro-batch's work on one of so many ranks."""
     config = settings(size, method)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)

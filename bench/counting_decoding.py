@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig
 
-from bench.counting import Counting
 from bench.planning_cases import SHAPES
-from bench.planning_imagined import imagined_accelerator
+from bench.planning_imagined import NAME, imagined_accelerator
+from burnish.check.call_counter import CallCounter
 from burnish.rollout.base import Sampling
 from burnish.rollout.builtin.decoding import SlotPrompt, SlotSequence
 from burnish.rollout.builtin.forward import InferenceModel
@@ -93,7 +93,7 @@ def count_step(size: str, layers: int) -> Counter[str]:
         assert has_pages(prompts)
         decoding._cache.place(range(_ROWS), prompts, [0] * _ROWS)
         decoding._cache.grow(_ROWS)
-        with Counting() as counting:
+        with CallCounter(NAME) as counting:
             decoding._compute_packed(_ROWS)
     counts = counting.counts
     assert (counts.copies, counts.reads) == (0, 0), counts

@@ -78,18 +78,18 @@ _PERIOD = re.compile(r"(interval|period|frequency|layer_step)$")
 
 
 def shrink_model(
-    hf_config: PretrainedConfig, engine: EngineConfig, vocabulary: int
+    hf_config: PretrainedConfig, engine: EngineConfig, vocabulary: int, layers: int = _LAYERS
 ) -> PretrainedConfig:
     """Return a copy with `vocabulary` tokens and narrow heads, as small as the ranks of a layout can share.
 
-    If the whole model has as many, it has three key heads, three layers of each kind, four layers and four experts, each a multiple of
+    If the whole model has as many, it has three key heads, three layers of each kind, `layers` in all and four experts, each a multiple of
     the ranks that divide it. Where the configuration has a `head_dim`, it differs from the hidden size of each head, unless the family's
     code wants them equal.
     """
-    apart = _shrunken(hf_config, engine, vocabulary, apart=True)
+    apart = _shrunken(hf_config, engine, vocabulary, layers, apart=True)
     if _has_equal_widths(apart) or not _has_equal_widths(hf_config) or _computes(apart):
         return apart
-    return _shrunken(hf_config, engine, vocabulary, apart=False)
+    return _shrunken(hf_config, engine, vocabulary, layers, apart=False)
 
 
 def _has_equal_widths(hf_config: PretrainedConfig) -> bool:
@@ -111,12 +111,17 @@ def _computes(hf_config: PretrainedConfig) -> bool:
 
 
 def _shrunken(
-    hf_config: PretrainedConfig, engine: EngineConfig, vocabulary: int, *, apart: bool
+    hf_config: PretrainedConfig,
+    engine: EngineConfig,
+    vocabulary: int,
+    layers: int,
+    *,
+    apart: bool,
 ) -> PretrainedConfig:
     config = copy.deepcopy(hf_config)
     text = config.get_text_config()
     tensor = math.lcm(engine.tensor_parallel, engine.expert_tensor_parallel or 1)
-    by_layer = _cut_layers(text, engine.pipeline_parallel * engine.virtual_stages)
+    by_layer = _cut_layers(text, layers, engine.pipeline_parallel * engine.virtual_stages)
     _narrow_heads(text, tensor, engine.sequence_parallel, apart=apart)
     _narrow_states(text)
     rotated, unrotated = (getattr(text, f"qk_{n}_head_dim", None) for n in ("rope", "nope"))
@@ -206,8 +211,8 @@ class _LayerFields(NamedTuple):
             setattr(text, name, len(kept_layers) - before if name == _LAST_LAYERS else before)
 
 
-def _cut_layers(text: PretrainedConfig, stages: int) -> dict[int, dict[str, Any]]:
-    """Keep the first layers of every kind, at least four layers, and a multiple of the stages.
+def _cut_layers(text: PretrainedConfig, least: int, stages: int) -> dict[int, dict[str, Any]]:
+    """Keep the first layers of every kind, `least` layers, and a multiple of the stages.
 
     Return the overrides of single layers, by their new number. They are removed from the configuration.
     """
@@ -221,7 +226,6 @@ def _cut_layers(text: PretrainedConfig, stages: int) -> dict[int, dict[str, Any]
     for layer in range(layers):
         kind = (of_layers.kind(layer), repr(overrides.get(layer)), layer in mixtures)
         kinds.setdefault(kind, []).append(layer)
-    least = _LAYERS
     if (
         not of_layers.values
     ):  # such as "every sixth layer differs": the code counts, and no list shows the kinds

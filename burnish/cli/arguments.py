@@ -123,9 +123,9 @@ _COMMANDS = {
     ),
     "doctor": (
         "doctor:doctor",
-        "PLACE --processes --ray --json",
+        "PLACE --count --processes --ray --json",
         "Check devices, versions, limits, disks, clock, ports and the hub, and print a command for each thing that is missing. "
-        "Under torchrun, Slurm or Ray it checks all machines, measures collectives and names slow ranks.",
+        "Under torchrun, Slurm or Ray it checks all machines, measures collectives and names slow ranks. With --count it counts what a run asks of its devices.",
     ),
     "completion": (
         "completion:completion",
@@ -295,6 +295,10 @@ _OPTIONS = {
         type=_processes,
     ),
     "check --processes": _argument("start this many processes on the CPU", type=_processes),
+    "--count": _argument(
+        "count calls, copies and collectives of a micro-batch of this configuration instead; key=value may follow",
+        metavar="CONFIG",
+    ),
     "doctor --processes": _argument("check from this many processes here", type=_processes),
     "view --port": _argument(
         "port to listen on; default: 7007; 0: any free port", type=int, default=7007

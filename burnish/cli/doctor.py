@@ -26,9 +26,15 @@ _MARKS = {"ok": "ok", "warning": "warning", "error": "ERROR"}
 def doctor(args: Namespace) -> None:
     """Print findings. Raises `BurnishError` if one of them keeps runs from working."""
     if args.processes is not None or args.ray is not None:
-        argv = ["doctor", *args.places, *["--json"] * args.json]
+        counted = [] if args.count is None else [f"--count={args.count}"]
+        argv = ["doctor", *args.places, *counted, *["--json"] * args.json]
         with closing(launcher_of(args.ray, argv)) as launcher:
             raise SystemExit(run_once(launcher, args.processes))
+    if args.count is not None:
+        from burnish.cli.doctor_count import count_calls
+
+        count_calls(args.count, args.places, as_json=args.json)
+        return
     findings = launch(
         lambda layout, device: _examined(args.places or ["."], layout, device),
         DistributedConfig(),

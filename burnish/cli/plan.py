@@ -112,7 +112,7 @@ def fit(
         typical = plan_for(devices, mean)
         shown, _ = typical.as_configured()
         if shown is not None:
-            seconds = _duration(shown.step_seconds)
+            seconds = duration_text(shown.step_seconds)
             yield (
                 "as rows are",
                 f"{bytes_text(shown.need)}; {seconds} a step of {_sequences(typical)}; {rows}",
@@ -120,7 +120,7 @@ def fit(
     yield (
         "at most",
         f"{bytes_text(plan.need)} of {bytes_text(devices.usable)} on each of {devices}, most in "
-        f"{plan.fullest}; {_duration(plan.step_seconds)} a step of {_sequences(planner)}",
+        f"{plan.fullest}; {duration_text(plan.step_seconds)} a step of {_sequences(planner)}",
     )
     if larger := _larger(planner, plan):
         yield "quicker", larger
@@ -199,7 +199,7 @@ def _lines(
         yield f"\n{len(fitting)} of {len(plans)} layouts fit; after the recommended one:\n"
         rows = [["a step", "memory", "fullest", "layout"]]
         for plan in fitting[1 : 1 + _ALTERNATIVES]:
-            time = _duration(plan.step_seconds)
+            time = duration_text(plan.step_seconds)
             rows.append([time, bytes_text(plan.need), plan.fullest, _layout(plan)])
         yield from (f"  {line}" for line in table(rows, right=2))
     if reasons := why_not(plans):
@@ -220,7 +220,7 @@ def _as_configured(configured: _Configured, best: Plan | None) -> Iterator[str]:
         yield f"\nAs configured it fits: as recommended; {need}"
         return
     if refused is None:
-        time = _duration(plan.step_seconds)
+        time = duration_text(plan.step_seconds)
         yield f"\nAs configured it fits: {_layout(plan)}; {need}; {time} a step"
     else:
         yield f"\nAs configured it does not fit: {_layout(plan)}; {need}; {refused.do}"
@@ -236,7 +236,7 @@ def _larger(planner: Planner, plan: Plan) -> str:
     if quicker is None:
         return ""
     tokens, larger = quicker
-    took, takes = (_duration(each.step_seconds) for each in (plan, larger))
+    took, takes = (duration_text(each.step_seconds) for each in (plan, larger))
     need = bytes_text(larger.need)
     return (
         f"with batch.tokens_per_device={tokens} a step takes {takes} instead of {took}, and {need}"
@@ -253,7 +253,7 @@ def _phases(plan: Plan) -> Iterator[str]:
     rows = [("phase", "memory", f"{'compute':>12}  time")]
     for phase, parts in plan.phases.items():
         count = _operations(plan.operations.get(phase, 0.0))
-        time = "once" if phase == "start" else _duration(plan.seconds[phase])
+        time = "once" if phase == "start" else duration_text(plan.seconds[phase])
         rows.append((phase, bytes_text(plan.total(phase)), f"{count:>12}  {time}"))
         for name, size in sorted(parts.items(), key=lambda item: -item[1]):
             if size >= plan.total(phase) / 1000:
@@ -288,7 +288,7 @@ def _operations(count: float) -> str:
     return f"{count / 1000**power:.1f} {_PREFIXES[power]}FLOP" if count else ""
 
 
-def _duration(seconds: float) -> str:
+def duration_text(seconds: float) -> str:
     """Format seconds, as 250 ms, 12.3 s, 4.5 min, 2.1 h."""
     for unit, size in (("h", 3600.0), ("min", 60.0), ("s", 1.0)):
         if seconds >= size:

@@ -306,17 +306,13 @@ class Clock:
         updates = self.work.updates
         counts = self._counts(engine, critic)
         passes = self._passes(engine, critic=critic)
-        width = product_bytes(engine)
-        gathers = updates * microbatches * (1 + engine.reshard_after_forward + counts)
         reductions = updates * (microbatches if engine.reduce_each_microbatch else 1)
         moved = 0.0
-        for elements, shards, of_adapter in self._collected(engine):
-            has_adapter = self.model.adapter and not critic
-            trained = of_adapter if has_adapter else elements
-            moved += gathers * self._travel(width * elements, shards)
-            moved += reductions * self._travel(FP32 * trained, shards)
+        for gathered, reduced, shards in self._collected(engine, critic):
+            moved += updates * microbatches * self._travel(gathered, shards)
+            moved += reductions * self._travel(reduced, shards)
             if engine.replicas > 1:
-                moved += updates * self._travel(2 * FP32 * trained / shards, self.devices.count)
+                moved += updates * self._travel(2 * reduced / shards, self.devices.count)
         sequence = passes * self._sequence + (0 if critic else self._compared)
         arithmetic = self._local_sequences(engine) * sequence / self._speed
         again = _RECOMPUTED[engine.activation_checkpointing] + counts
@@ -327,18 +323,27 @@ class Clock:
             exchanged += self._travel((2 + again) * sent, engine.expert_parallel)
         return max(arithmetic, moved) + exchanged
 
-    def _collected(self, engine: EngineConfig) -> Iterator[tuple[float, int, float]]:
-        """Yield elements that FSDP gathers on a rank, the ranks that they come from, and those of an adapter.
+    def collected(self, engine: EngineConfig) -> tuple[float, float]:
+        """Return bytes of weights that FSDP gathers on a rank for a micro-batch of the torch engine, and of gradients that it reduces."""
+        among = [(each, to) for each, to, shards in self._collected(engine, False) if shards > 1]
+        return sum(each for each, _ in among), sum(each for _, each in among)
+
+    def _collected(self, engine: EngineConfig, critic: bool) -> Iterator[tuple[float, float, int]]:
+        """Yield a micro-batch's bytes of weights that FSDP gathers on a rank, those of gradients that it reduces, and the ranks that share them.
 
         Experts are gathered among ranks with the same ones. Adapters count with the others.
         """
         shards = shards_of(engine, self.devices.count)
         parts = engine.expert_parallel
         experts = self.model.of_experts if parts > 1 else 0
-        adapter = float(self.model.adapter)
-        yield (self.model.elements - experts) / engine.tensor_parallel, shards, adapter
+        width = product_bytes(engine)
+        width *= 1 + engine.reshard_after_forward + self._counts(engine, critic)
+        has_adapter = self.model.adapter and not critic
+        elements = (self.model.elements - experts) / engine.tensor_parallel
+        yield width * elements, FP32 * (self.model.adapter if has_adapter else elements), shards
         if experts:
-            yield experts / parts / engine.tensor_parallel, shards // parts, 0.0
+            elements = experts / parts / engine.tensor_parallel
+            yield width * elements, 0.0 if has_adapter else FP32 * elements, shards // parts
 
     def _by_megatron(self, engine: EngineConfig, microbatches: int, critic: bool) -> float:
         """Return an epoch's seconds: weights move once a step; stages wait at its ends."""

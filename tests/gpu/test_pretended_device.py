@@ -68,6 +68,9 @@ ON_TWO = {
     "sft-two": ["sft", "sft.yaml", "name=sft-two", *COMMON, "engine.sequence_parallel=2"],
     "rl-two": ["rl", "rl.yaml", "name=rl-two", *COMMON],
 }
+COUNTED = {
+    f"count-{kind}": ["doctor", "--count", f"{kind}.yaml", "--json"] for kind in ("sft", "rl")
+}
 MIXING = """\
 import torch
 from burnish.algorithms.policy_loss import ppo
@@ -123,7 +126,7 @@ def work(site: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     dpo = {**SFT, "data": {"train": ["pairs.jsonl"]}, "evaluation": {"every": 0}}
     (root / "dpo.yaml").write_text(json.dumps(dpo))
     on_cpu = start(root, "cpu", commands("cpu"))
-    wait_for(on_cpu, start(root, "npu", commands("npu") | RESUMED, site))
+    wait_for(on_cpu, start(root, "npu", commands("npu") | RESUMED | COUNTED, site))
     for name, asked in ON_TWO.items():
         wait_for(*(start(root, name, {name: asked}, site, rank) for rank in two_ranks()))
     return root
@@ -175,6 +178,18 @@ def test_a_run_that_goes_on_has_the_bits_of_one_that_never_ended(work: Path) -> 
 @pytest.mark.parametrize("kind", ["sft", "rl"])
 def test_two_devices_have_the_numbers_of_one_cpu(work: Path, kind: str) -> None:
     assert_same_numbers(run_of(work, f"{kind}-two"), run_of(work, f"{kind}-plain-cpu"))
+
+
+@pytest.mark.parametrize("command", COUNTED)
+def test_the_host_copies_and_reads_rarely(work: Path, command: str) -> None:
+    """Which tokens have a gradient is read. Attention in blocks, which CUDA does not need, has four more copies with shared prompts."""
+    assert exit_code(work, command) == 0, output(work, command)
+    found = json.JSONDecoder().raw_decode(output(work, command))[0]
+    counts = found["microbatch"]
+    assert found["device"] == "npu"
+    assert min(sum(counts["forward"].values()), sum(counts["backward"].values())) > 100
+    assert counts["copies"] <= (6 if command == "count-rl" else 2)
+    assert counts["reads"] <= 1
 
 
 def test_a_run_ends_where_a_formula_mixes_devices(work: Path) -> None:
