@@ -32,8 +32,8 @@ from burnish.rollout.builtin.generator import BuiltinGenerator
 
 SEQUENCES = 8
 """Sequences of a counted micro-batch, and completions that are drawn."""
-TOKENS = 64
-"""Tokens of each sequence. The first half is a prompt."""
+TOKENS = 16
+"""Tokens of each sequence. The first half is a prompt. Layers with a state make calls for each on the CPU, so there are few."""
 _VOCABULARY = 64
 _DRAWN = 16
 _FREE = ("aten::empty", "aten::new_empty", "aten::detach", "aten::_unsafe_view", "prim::")

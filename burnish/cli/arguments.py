@@ -412,6 +412,8 @@ def parse(argv: Sequence[str]) -> Namespace:
         raise UsageError("no command is given", have=shlex.join(argv), do="see burnish --help")
     if hasattr(arguments, "runs"):  # an option may stand between names
         arguments.runs += rest
+    elif hasattr(arguments, "places"):
+        arguments.places += rest
     elif rest and not hasattr(arguments, "overrides"):
         raise UsageError(f"unexpected {rest[0]}", have=shlex.join(argv), do="leave it out")
     if hasattr(arguments, "overrides"):
