@@ -89,18 +89,19 @@ class CallCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         result = func(*args, **(kwargs or {}))
         counts = self.counts
-        given = [self._is_there(x) for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-        made = [self._is_there(x) for x in tree_leaves(result) if isinstance(x, Tensor)]
+        inputs = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        outputs = [x for x in tree_leaves(result) if isinstance(x, Tensor)]
+        takes = any(map(self._is_there, inputs))
+        gives = any(map(self._is_there, outputs))
         if func is torch.ops.aten._local_scalar_dense.default or "nonzero" in func.name():
-            counts.reads += any(given)
-        elif given and not any(given) and any(made):
+            counts.reads += takes
+        elif inputs and not takes and gives:
             counts.copies += 1
-        elif any(given) and not all(made):
+        elif takes and not all(map(self._is_there, outputs)):
             counts.reads += 1
         elif func.namespace == "c10d":
-            tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-            self._exchange(func.name(), max(x.nbytes for x in tensors))
-        elif any((*given, *made)) and not _is_free(func):
+            self._exchange(func.name(), max(x.nbytes for x in inputs))
+        elif (takes or gives) and not _is_free(func):
             if func.name().startswith("aten::mm"):
                 self._multiplies = True
                 counts.after.clear()
@@ -119,8 +120,10 @@ class CallCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def _is_free(func: Any) -> bool:
     """Return whether a call launches no kernel: it makes a view, or memory that nobody has written."""
-    views = any(each.alias_info and not each.alias_info.is_write for each in func._schema.returns)
-    return views or func.name().startswith(_FREE)
+    is_view = any(
+        value.alias_info and not value.alias_info.is_write for value in func._schema.returns
+    )
+    return is_view or func.name().startswith(_FREE)
 
 
 def narrow_model(hf_config: PretrainedConfig, engine: EngineConfig) -> PretrainedConfig:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
+from functools import partial
+from typing import Any
 
 import torch
 
@@ -21,15 +23,14 @@ from burnish.check.call_counter import (
 from burnish.cli.output import print_text
 from burnish.cli.plan import duration_text
 from burnish.config.load import read_config
-from burnish.config.schema import RunConfig
 from burnish.distributed.layout import Layout
 from burnish.distributed.processes import launch
 from burnish.errors import BurnishError, bytes_text, count_text, table
 from burnish.launch.elastic import planner_of
-from burnish.method import Method
 from burnish.methods.table import method_meant_by
 from burnish.models.loading import read_model_config
-from burnish.plan.devices import devices_here
+from burnish.plan.devices import Devices, devices_here
+from burnish.plan.layout_search import Planner
 from burnish.runs.download_inputs import local_inputs
 
 _MOST_NAMED = 5
@@ -56,40 +57,40 @@ def count_calls(path: str, overrides: Sequence[str], *, as_json: bool) -> None:
     def run(layout: Layout, device: torch.device) -> None:
         method.check(config, layout.world)
         _, local = local_inputs(config, device, layout, only_small=True)
-        counted = _count(local, method, layout, device)
+        hf_config = read_model_config(local.model)
+        text = hf_config.get_text_config()
+        narrow = narrow_model(hf_config, local.engine)
+        microbatch = count_microbatch(
+            narrow,
+            local.engine,
+            lora=local.model.adapter,
+            layout=layout,
+            device=device,
+            is_group=method.generates,
+        )
+        token = None
+        if method.generates and local.rollout.engine == "builtin":
+            token = count_token(narrow, local.engine, device)
+        counted = _Counted(
+            text.model_type, text.num_hidden_layers, device.type, layout.world, microbatch, token
+        )
         if layout.is_main:
-            planned = dict(_planned(local, method, layout))
+            planned = dict(_planned(partial(planner_of, local, method), layout))
             if as_json:
-                calls = {
-                    each.name: getattr(counted.microbatch, each.name) for each in fields(CallCounts)
-                }
-                own = {each.name: getattr(counted, each.name) for each in fields(counted)}
-                print_text(json.dumps(own | {"microbatch": calls, "planned": planned}))
+                print_text(
+                    json.dumps(
+                        _fields(counted) | {"microbatch": _fields(microbatch), "planned": planned}
+                    )
+                )
             else:
                 print_text("\n".join(_lines(counted, planned)))
 
     launch(run, config.distributed, config.engine)
 
 
-def _count(config: RunConfig, method: Method, layout: Layout, device: torch.device) -> _Counted:
-    """Count. Collective."""
-    hf_config = read_model_config(config.model)
-    text = hf_config.get_text_config()
-    narrow = narrow_model(hf_config, config.engine)
-    microbatch = count_microbatch(
-        narrow,
-        config.engine,
-        lora=config.model.adapter,
-        layout=layout,
-        device=device,
-        is_group=method.generates,
-    )
-    token = None
-    if method.generates and config.rollout.engine == "builtin":
-        token = count_token(narrow, config.engine, device)
-    return _Counted(
-        text.model_type, text.num_hidden_layers, device.type, layout.world, microbatch, token
-    )
+def _fields(record: Any) -> dict[str, Any]:
+    """Return the fields of a dataclass as they are. (`asdict` cannot copy counters.)"""
+    return {field.name: getattr(record, field.name) for field in fields(record)}
 
 
 def _lines(counted: _Counted, planned: dict[str, str]) -> Iterator[str]:
@@ -129,28 +130,30 @@ def _most(counts: Counter[str]) -> str:
     return ", ".join(named) + (f", {others} others" if others else "")
 
 
-def _planned(config: RunConfig, method: Method, layout: Layout) -> Iterator[tuple[str, str]]:
+def _planned(plan_for: Callable[[Devices], Planner], layout: Layout) -> Iterator[tuple[str, str]]:
     """Yield what the planner says of the whole model on this machine's devices."""
     devices = devices_here(layout.world, layout.local_world)
     if devices is None:
         yield "planned", "not planned: this machine's accelerator is not known"
         return
     try:
-        planner = planner_of(config, method, devices)
+        planner = plan_for(devices)
         plan, refused = planner.as_configured()
     except BurnishError as error:
-        plan, refused = None, error
+        plan = None
+        refused = error
     if plan is None:
-        yield "planned", f"not planned: {refused.problem if refused else 'it cannot run'}"
+        why = refused.problem if refused else "it cannot run"
+        yield "planned", f"not planned: {why}"
         return
     need = f"{bytes_text(plan.need)} of {bytes_text(devices.usable)} on each of {devices}"
     yield "memory", f"{need}, most in {plan.fullest}{'' if plan.fits else ': it does not fit'}"
     updates = planner.work.updates * planner.work.epochs
-    each = plan.seconds["update"] / (updates * plan.microbatches)
+    seconds = plan.seconds["update"] / (updates * plan.microbatches)
     yield (
         "time",
         (
-            f"{duration_text(plan.step_seconds)} a step, {duration_text(each)} a micro-batch of at most "
+            f"{duration_text(plan.step_seconds)} a step, {duration_text(seconds)} a micro-batch of at most "
             f"{planner.work.budget} tokens, by work divided by speed"
         ),
     )
