@@ -53,7 +53,7 @@ def prove_loaded(
     """Compare the outputs of `engine`, which computes in `dtype`, with plain transformers on rank 0's CPU. Collective.
 
     `part` has the weights of the directory. Skips large models, and those that transformers cannot load, with a line that
-    says so. Raises `IncompatibleError` naming the first tensor that differs.
+    says so. Raises `IncompatibleError` naming the first tensor that differs, or that holds what is no number.
     """
     layout = engine.layout
     if flops.parameters > _MOST_PARAMETERS:
@@ -72,7 +72,7 @@ def prove_loaded(
     gathered = [own[0] for own in gather_objects(scored, layout) if 0 in own]
     with agree(layout):
         if layout.is_main and (plain := _plain_or_none(hf_config, directory)) is not None:
-            error = _distance(plain, example, torch.tensor(gathered[0]))
+            error = _distance(plain, example, torch.tensor(gathered[0]), directory)
             if not error <= _TOLERANCES[dtype]:
                 raise _refusal(directory, _first_tensor(engine, plain, part), error, dtype)
             seconds = perf_counter() - begun
@@ -80,12 +80,25 @@ def prove_loaded(
             _log.info(message, error, seconds)
 
 
-def _distance(plain: PreTrainedModel, example: Example, scored: Tensor) -> float:
+def _distance(plain: PreTrainedModel, example: Example, scored: Tensor, directory: Path) -> float:
     with torch.no_grad():
         outputs = plain_outputs(plain, example, 1.0)
     expected = outputs.values if has_value_head(plain.config) else outputs.logprobs
+    if expected.isnan().any():
+        _require_numbers(plain, directory)
     # What is not a number is so in both.
     return difference("outputs", scored.nan_to_num(), expected.nan_to_num()).error
+
+
+def _require_numbers(plain: PreTrainedModel, directory: Path) -> None:
+    for name, parameter in plain.named_parameters():
+        if not parameter.isfinite().all():
+            raise IncompatibleError(
+                f"{name} in {directory} holds values that are not numbers",
+                have=f"{int((~parameter.isfinite()).sum())} of {parameter.numel()} are NaN or infinite",
+                want="finite weights",
+                do="get or make the model again; a merge of models may divide by 0",
+            )
 
 
 def _refusal(directory: Path, name: str, error: float, dtype: torch.dtype) -> IncompatibleError:

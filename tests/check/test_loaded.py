@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from support.models.tiny import FAMILIES, WITH_STATE, save_classifier, save_tiny
 from support.nightly import by_day
 from support.ranks.processes import RankFailed, run_ranks
@@ -108,6 +110,16 @@ def test_a_tensor_that_was_read_wrongly_is_named(
     with pytest.raises(IncompatibleError) as caught:
         prove(alone, tmp_path, (name, factor), precision)
     assert name in caught.value.problem
+
+
+def test_a_tensor_with_what_is_no_number_is_named(alone: Layout, tmp_path: Path) -> None:
+    save_tiny(tmp_path, "llama", torch.float32)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors["model.layers.1.mlp.up_proj.weight"][0, 0] = math.nan
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(IncompatibleError) as caught:
+        prove(alone, tmp_path)
+    assert "model.layers.1.mlp.up_proj.weight" in caught.value.problem
 
 
 def test_an_adapter_s_model_is_compared_without_its_change(alone: Layout, tmp_path: Path) -> None:
