@@ -653,6 +653,16 @@ def reward_problems(config: RunConfig) -> Iterator[BurnishError]:
             want="at least one reward function, reward model, an environment that rewards, or a teacher in distill.teachers",
             do="set reward.functions=numeric, or file.py:function of your own",
         )
+    weights = [each.weight for each in config.reward.functions]
+    weights += [model.weight for model in config.reward.models]
+    others = config.distill.teachers or config.rollout.environment.target
+    if weights and not (any(weights) or others):
+        yield UsageError(
+            "the reward is 0 for every completion, so there is nothing to learn",
+            have="a weight of 0 for each of reward.functions and reward.models",
+            want="another weight for at least one of them",
+            do="set its weight",
+        )
     if config.algorithm.overlong.buffer > config.rollout.max_response_length:
         yield UsageError(
             "algorithm.overlong.buffer is longer than a completion",

@@ -55,10 +55,11 @@ def loss_problems(
                 want=f"a reference, or {', '.join(_WITHOUT_REFERENCE)}",
                 do="remove method.reference",
             )
-    if not losses:
+    if not any(losses.values()):
         yield UsageError(
-            "method.loss names no loss",
-            want="at least one",
+            "method.loss names no loss to learn from",
+            have=f"weights {[*losses.values()]}",
+            want="at least one that is not 0",
             do="remove method.loss, for sigmoid",
         )
 

@@ -201,6 +201,7 @@ BAD: list[tuple[str, list[str], list[str]]] = [
     ("rl", ["data.train=[]"], ["data.train: []"]),
     ("eval", [], ["data.validation: []"]),
     ("rl", ["reward.functions=[]"], ["reward.functions: []"]),
+    ("rl", ["reward.functions=[{function: numeric, weight: 0}]"], ["a weight of 0"]),
     (
         "sft",
         ["engine.compile=true", "engine.activation_checkpointing=selective"],

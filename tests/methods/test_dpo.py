@@ -316,6 +316,7 @@ def test_a_killed_run_of_kto_goes_on_to_the_bit(work: Path) -> None:
     [
         (["method.loss={sigmiod: 1}"], ["sigmiod", "sigmoid"]),
         (["method.loss={}"], ["method.loss"]),
+        (["method.loss={sigmoid: 0}"], ["method.loss", "0.0"]),
         (["method.reference=none"], ["method.reference", "simpo"]),
         (["method.reference=nowhere"], ["method.reference", "nowhere"]),
         (["method.beta=0"], ["method", "beta"]),
