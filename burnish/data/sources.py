@@ -143,13 +143,14 @@ class Rows:
     def missing(self, names: Sequence[str], setting: str) -> MissingError:
         """Return the error for rows without any of these columns."""
         near = [match for name in names for match in get_close_matches(name, self.columns, n=1)]
+        guess = f"did you mean {near[0]!r}? " if near else ""
+        several = " " in setting
+        do = f"Set {setting}={near[0]}" if near and not several else f"name the column in {setting}"
         return MissingError(
             f"no column {' or '.join(map(repr, names))} in {_listed(self.files)}",
             have="columns " + ", ".join(self.columns),
             want=f"{setting}: an existing column",
-            do=f"did you mean {near[0]!r}? Set {setting}={near[0]}"
-            if near
-            else f"name the column in {setting}",
+            do=f"{guess}{do}",
         )
 
 

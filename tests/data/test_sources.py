@@ -380,3 +380,6 @@ def test_a_missing_column_names_the_nearest(write):
     assert "messages, id" in str(error.have)
     assert "data.messages_column=messages" in str(error.do)
     assert "=" not in str(rows.missing(["zzz"], "data.text_column").do)
+    one_of = rows.missing(["mesages"], "data.messages_column or data.text_column")
+    assert "'messages'" in str(one_of.do)
+    assert "=" not in str(one_of.do)
