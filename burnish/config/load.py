@@ -157,11 +157,12 @@ class _Draft:
         try:
             parsed = parse_value(written, name, name)
             self.set(name, _fitted(name, parsed.values, parsed.written), COMMAND_LINE)
-        except UsageError:
+        except UsageError as error:
+            reason = error.problem.rpartition("is not YAML: ")[2]
             self.problems.append(
                 UsageError(
                     f"the value of {name} on the command line is not YAML",
-                    have=_shown(written),
+                    have=f"{_shown(written)}: {reason}",
                     want="a YAML value",
                     do="quote it: once for YAML and once for the shell",
                 )

@@ -278,3 +278,9 @@ def test_every_setting_of_another_frameworks_section_is_answered(tmp_path: Path)
     assert "do:   write checkpoint.save_every" in message
     assert "actor_rollout_ref.actor.ppo_mini_batch_size (c.yaml:5)" in message
     assert "2 problems" in message
+
+
+def test_a_number_that_is_too_large_is_called_so() -> None:
+    with pytest.raises(UsageError) as error:
+        read_config(None, [f"seed={2**64}"])
+    assert "64 bits" in str(error.value.have)
