@@ -179,3 +179,10 @@ def test_what_is_said_of_names_from_elsewhere_names_keys_that_exist() -> None:
     named = [text.partition(":")[0] for text in DIFFERENT.values()] + [*RENAMED.values()]
     parts = [re.sub(r" \(.*?\)", "", each).split(" and ") for each in named]
     assert [each for names in parts for each in names if each not in KEYS] == []
+
+
+def test_beta_is_that_of_either_method() -> None:
+    want, _ = suggestion("beta", 0.1)
+    assert "algorithm.kl.coef" in want
+    assert "burnish dpo" in want
+    assert "method.beta" in want
