@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from itertools import groupby, pairwise
 from typing import NamedTuple
 
@@ -96,37 +97,51 @@ class Gather:
         if pieces_of(have) != self._have:
             raise ValueError("the shards are not those that the gathering was planned for")
         for parts, sizes in self._waves:
-            sent = self._messages(have, parts, sizes)
-            for part in parts:
-                if part.ranks:
-                    elements = self._elements(sent, part)
-                else:
-                    elements = have[part.piece].part(part.box)
-                elements = elements.reshape(part.all.sizes).to(part.spec.dtype)
-                yield Shard(part.spec, part.all, elements)
+            yield from self._wave(have, parts, sizes)
+
+    def _wave(self, have: Sequence[Shard], parts: Sequence[_Part], sizes: Ints) -> Iterator[Shard]:
+        sent = self._messages(have, parts, sizes)
+        for part in parts:
+            elements = self._elements(have, sent, part)
+            shape = part.all.sizes
+            # No name for a copy, so that it is free when the receiver has read it.
+            yield Shard(part.spec, part.all, elements.reshape(shape).to(part.spec.dtype))
 
     @torch.no_grad()
-    def _messages(self, have: Sequence[Shard], parts: Sequence[_Part], sizes: Ints) -> Tensor:
-        """Return a wave's messages [ranks, bytes]; `sizes` are their lengths."""
+    def _messages(
+        self, have: Sequence[Shard], parts: Sequence[_Part], sizes: Ints
+    ) -> Tensor | dict[int, Tensor]:
+        """Return a wave's messages [ranks, bytes], or by rank if few ranks send anything; `sizes` are their lengths."""
         rank = self._layout.rank
         world = self._layout.world
         longest = int(sizes.max())
-        own_row = int(self._rows[rank])
-        sent = torch.empty(world, longest, dtype=torch.uint8, device=self._device)
-        for part in parts:
-            if rank in part.ranks:
-                number = part.ranks.index(rank)
-                own_elements = have[part.piece].part(part.of(number))
-                into = sent[own_row, part.start : part.start + part.bytes].view(part.spec.dtype)
-                into.view(own_elements.shape).copy_(own_elements)
-        if not longest:
-            return sent
-        if longest * world <= 2 * int(sizes.sum()):
+        total = int(sizes.sum())
+        take = partial(torch.empty, dtype=torch.uint8, device=self._device)
+        if longest * world < 2 * total:
+            sent = take((world, longest))
+            own_row = int(self._rows[rank])
+            self._pack(have, parts, sent[own_row])
             self._gather(sent, own_row)
-        else:  # few ranks send anything, like pipeline stages: broadcasts move fewer bytes
-            for sender in np.flatnonzero(sizes).tolist():
-                self._broadcast(sent[int(self._rows[sender]), : sizes[sender]], sender)
-        return sent
+            return sent
+        # Of one long tensor, or of a pipeline's stage, few ranks send a part. Broadcasts move fewer bytes, and the others need no
+        # rows, which would take as many waves as there are ranks.
+        senders = np.flatnonzero(sizes).tolist()
+        rows = torch.split(take(total), sizes[senders].tolist()) if senders else ()
+        messages = dict(zip(senders, rows, strict=True))
+        if rank in messages:
+            self._pack(have, parts, messages[rank])
+        for sender, message in messages.items():
+            self._broadcast(message, sender)
+        return messages
+
+    def _pack(self, have: Sequence[Shard], parts: Sequence[_Part], message: Tensor) -> None:
+        """Write this rank's message of a wave."""
+        for part in parts:
+            if self._layout.rank in part.ranks:
+                number = part.ranks.index(self._layout.rank)
+                own_elements = have[part.piece].part(part.of(number))
+                into = message[part.start : part.start + part.bytes].view(part.spec.dtype)
+                into.view(own_elements.shape).copy_(own_elements)
 
     def _gather(self, sent: Tensor, own_row: int) -> None:
         if not self._machines:
@@ -146,12 +161,19 @@ class Gather:
             dist.broadcast(message, sender, across)
         dist.broadcast(message, group=within, group_src=sender % within.size())
 
-    def _elements(self, sent: Tensor, part: _Part) -> Tensor:
-        """Return a part's elements in the messages, [ranks, *sizes of its box]."""
-        ranks = slice(part.ranks.start, part.ranks.stop)
-        rows = sent[:, part.start : part.start + part.bytes][
-            self._rows[ranks] if self._machines else ranks
-        ]
+    def _elements(
+        self, have: Sequence[Shard], sent: Tensor | dict[int, Tensor], part: _Part
+    ) -> Tensor:
+        """Return a part's elements, [ranks, *sizes of its box] in the messages."""
+        if not part.ranks:
+            return have[part.piece].part(part.box)
+        bytes_ = slice(part.start, part.start + part.bytes)
+        if isinstance(sent, dict):
+            of_ranks = [sent[rank][bytes_] for rank in part.ranks]
+            rows = torch.stack(of_ranks) if len(of_ranks) > 1 else of_ranks[0][None]
+        else:
+            ranks = slice(part.ranks.start, part.ranks.stop)
+            rows = sent[:, bytes_][self._rows[ranks] if self._machines else ranks]
         return rows.view(part.spec.dtype).view(-1, *part.box.sizes)
 
 

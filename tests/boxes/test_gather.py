@@ -19,6 +19,7 @@ from support.checkpoints.random_layouts import BF16, F32, random_layout
 from support.nightly import by_day, draws
 from support.ranks.processes import run_ranks
 from support.ranks.traffic import Traffic
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from burnish.boxes.box import Box, whole
 from burnish.boxes.gather import Gather, assembled
@@ -212,6 +213,49 @@ def test_a_wave_is_one_collective_and_equal_rows_one_piece():
         assert calls == 1
         assert {"d": (300,), "f": (8, 3), "b": ()}.items() <= dict(pieces).items()
         assert [name for name, _ in pieces].count("f") == 1
+
+
+class Largest(TorchDispatchMode):
+    """The most elements that one `torch.empty` has been asked for."""
+
+    def __init__(self):
+        super().__init__()
+        self.elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        found = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.empty.memory_format:
+            self.elements = max(self.elements, found.numel())
+        return found
+
+
+def buffer_of(layout):
+    """The bytes of the largest buffer for a long tensor and a short one by rows, for whole ones, and for those of replicas."""
+    found, shapes = [], {"long": (1 << 12, 4), "short": (layout.world, 2)}
+    want = [TensorSpec(name, shape, F32) for name, shape in shapes.items()]
+    whole_tensors = {
+        name: torch.arange(whole(shape).elements, dtype=F32).reshape(shape)
+        for name, shape in shapes.items()
+    }
+    for parts, held in ((layout.world, True), (1, layout.rank == 0), (2, True)):
+        pieces = []
+        for spec in want if held else []:
+            rows = spec.shape[0] // parts
+            pieces.append((spec, Box((layout.rank % parts * rows, 0), (rows, spec.shape[1]))))
+        have = shards_of(pieces, whole_tensors)
+        gather = Gather(have, want, layout, wave_bytes=1 << 12)
+        with Largest() as largest:
+            for piece in gather.run(have):
+                expected = whole_tensors[piece.spec.name][piece.box.slices]
+                assert torch.equal(piece.tensor, expected)
+        found.append(largest.elements)
+    return found
+
+
+def test_a_buffer_has_the_bytes_of_two_waves_at_most():
+    """However few ranks send a part of a wave."""
+    for sizes in run_ranks(buffer_of, 4):
+        assert max(sizes) <= 2 * (1 << 12)
 
 
 def test_other_shards_than_planned_are_refused():

@@ -153,6 +153,7 @@ def _fill(targets: Sequence[Shard], pieces: Iterable[Shard]) -> None:
             if common is not None:
                 shard.part(common).copy_(piece.part(common))
                 remaining[name] -= common.elements
+        del piece  # so that its memory is free while the next one comes
     missing = [name for name, elements in remaining.items() if elements]
     if missing:
         raise MissingError(
