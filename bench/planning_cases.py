@@ -395,6 +395,8 @@ def _megatron_cases() -> Iterator[Case]:
     yield _small("qwen2", "fp32", "full", 2, pipeline)
     yield _small("qwen3_moe", "bf16", "none", 1, kind)
     yield _small("qwen3", "bf16", "none", 1, kind, "rl")
+    yield _small("qwen3", "bf16", "none", 2, tensor, "rl")
+    yield _small("qwen3_moe", "bf16", "none", 2, kind | {"engine.expert_parallel": 2}, "rl")
     yield _small("qwen3_moe", "fp32", "none", 2, kind | {"engine.expert_parallel": 2})
     # Tokens enough that activations are as large as the state.
     for family in ("deepseek_v3", "glm4_moe", "gpt_oss", "gemma2", "qwen3_next"):

@@ -8,7 +8,7 @@ from functools import cached_property
 from itertools import chain, islice
 
 from burnish.families import LayerShape, ModelShape
-from burnish.plan.memory import Needs, Parts
+from burnish.plan.memory import Needs, Parts, total_of
 from burnish.plan.model import CHUNK, FP32, Weight, held
 
 # Numbers of a token in a layer, in multiples of: the hidden state, queries, keys, the projection to
@@ -120,6 +120,21 @@ class MegatronNeeds(Needs):
             "gradients": FP32 * self._trained,
             "optimizer": exact + slots,
         }
+
+    @property
+    def _holders(self) -> int:
+        return self._tensor * self._engine.pipeline_parallel
+
+    @property
+    def _sent(self) -> int:
+        experts = self._model.of_experts if self._engine.expert_sharing > 1 else 0
+        return super()._sent or experts
+
+    def _publishing(self) -> Parts:
+        parts = super()._publishing()
+        # Before, data-parallel processes exchange the weights that each has stepped. gloo has a copy of all.
+        stepped = 0.0 if self._model.lora or self._shards == 1 else self._trained
+        return max(parts, {"buffers": self._cpu * self._width * stepped}, key=total_of)
 
     # FSDP gathers weights, Megatron does not.
 

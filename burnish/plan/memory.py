@@ -1,7 +1,7 @@
 """Compute the bytes that one process needs in each phase of a step, in closed form.
 
 A phase needs as much as its fullest moment, a sum of named parts. On CPUs, parts that leave the device stay in memory, as `host`.
-Left out: interpreter, libraries, drivers, uneven experts.
+Left out: interpreter, libraries, drivers, uneven experts, and what gloo's threads free late.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from burnish.plan.model import (
     shards_of,
     token_bytes,
 )
+from burnish.plan.saving import save_buffers
 
 Parts = dict[str, float]
 """Bytes by purpose."""
@@ -46,11 +47,6 @@ _CPU_LOGITS = 2 * _MIB
 # Elements of a weight that an adapter is merged into at one time.
 _MERGED = 1 << 20
 _PREFILL_TOKENS = 8192
-# Bytes of a checkpoint's block, and of the blocks assembled at one time.
-_BLOCK = 4 * _MIB
-_GROUP = 16 * _MIB
-# Bytes of an element in a step's files: weight, residual, two moments.
-_SAVED = (2, 2, 4, 4)
 
 
 class Needs:
@@ -434,28 +430,38 @@ class Needs:
             coming = self._coming + (self._critic._root if self._critic else 0)
             yield {"gathered": float(self._width * coming), "activations": state}
 
+    @property
+    def _holders(self) -> int:
+        """Processes that divide the weights of a layer's matrices."""
+        return self._shards * self._tensor
+
+    @property
+    def _sent(self) -> int:
+        """Elements of the weights that some processes lack."""
+        return self._model.elements if self._holders > 1 else 0
+
     def _publishing(self) -> Parts:
+        """Return a wave of whole tensors (`burnish.boxes.gather`), and what is beside it at one time.
+
+        While they are exchanged, these are a process's own message and gloo's copy; then, tensors that are copied out of the wave.
+        Before, an adapter is merged into the message, one tensor after the other.
+        """
         model = self._model
-        others = 1 - 1 / (self._shards * self._tensor)
-        if model.published_adapter:
-            return _sent(self._width * model.published_adapter * others)
-        parts = _sent(self._width * model.elements * others)
-        if not model.lora:
-            return parts
+        elements = model.published_adapter or self._sent
+        wave = min(_PUBLISH_WAVE, self._width * elements) if self._sent else 0.0
+        beside = (1 + self._cpu / self._world) * wave
+        if not model.lora or model.published_adapter:
+            return {"buffers": wave + beside} if wave else {}
         widest = max(w.elements for weights in model.layers.values() for w in weights)
         factors = model.adapter - sum(weight.elements for weight in model.trained_root)
-        return parts | {"merging": float(FP32 * (factors + 2 * min(_MERGED, widest)))}
+        merged = 2 * FP32 * min(_MERGED, widest) + self._width * widest / self._holders
+        return {"merging": FP32 * factors, "buffers": wave + max(beside, merged)}
 
     def _saving(self) -> Parts:
-        elements = self._model.adapter or self._model.elements
-        elements += self._critic._model.elements if self._critic else 0
-        world = self._world
-        blocks = sum(-(-width * elements // _BLOCK) for width in _SAVED)
-        buffers = 2.0 * min(_GROUP, -(-blocks // world) * _BLOCK)
-        if others := 1 - self._engine.replicas / world:
-            buffers += max(_BLOCK, 2 * others * min(_GROUP, sum(_SAVED) * elements / world))
+        models = [self._model, self._critic._model] if self._critic else [self._model]
+        size = save_buffers(models, self._world, self._engine.replicas, self._tensor)
         staging = self._staging if self._cpu else 0.0
-        return {"buffers": buffers} | ({"staging": staging} if staging else {})
+        return {"buffers": size} | ({"staging": staging} if staging else {})
 
     # The update.
 
@@ -641,10 +647,6 @@ class Needs:
             "activations": activations,
             "logits": logits,
         }
-
-
-def _sent(size: float) -> Parts:
-    return {"buffers": 2 * min(_PUBLISH_WAVE, size)} if size else {}
 
 
 def total_of(parts: Parts) -> float:

@@ -78,6 +78,11 @@ class Weight:
         """Whether it belongs to an MLP or to experts."""
         return self.experts > 0 or self.linear in _MLP
 
+    @property
+    def is_cut_by_columns(self) -> bool:
+        """Whether tensor parallelism divides columns of it, not rows."""
+        return self.linear.endswith(_CUT_BY_COLUMNS)
+
     def held(self, shards: int, tensor: int) -> int:
         """Return the fullest rank's elements, with rows cut as torch.chunk cuts them."""
         return -(-self.rows // shards) * self.columns // (tensor if self.shared else 1)
@@ -91,7 +96,7 @@ class Weight:
     def factors(self, rank: int) -> tuple[Weight, Weight]:
         """Return A and B of a LoRA of this `rank`. Tensor parallelism divides one."""
         inner = rank * (self.experts or 1)
-        by_columns = self.linear.endswith(_CUT_BY_COLUMNS)
+        by_columns = self.is_cut_by_columns
         rows = self.elements // ((self.experts or 1) * self.width)
         a = Weight(inner, self.width, self.linear, self.shared and by_columns, self.experts)
         return a, Weight(rows, inner, self.linear, self.shared and not by_columns, self.experts)
@@ -125,7 +130,7 @@ class PlannedModel:
     def cut(self) -> set[int]:
         """Sizes that every Megatron-Core divides among tensor ranks, without those of experts."""
         cut = [w for each in self.layers.values() for w in each if w.shared and not w.experts]
-        sizes = {w.width if w.linear.endswith(_CUT_BY_COLUMNS) else w.rows for w in cut}
+        sizes = {w.width if w.is_cut_by_columns else w.rows for w in cut}
         # 0.16 cannot divide gates, which come with the queries, among ranks that share a key head.
         is_gated = any(w.linear == "q_proj" and w.rows == 2 * self.shape.query for w in cut)
         return sizes | {self.shape.key_heads} if is_gated else sizes

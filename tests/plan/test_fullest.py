@@ -1,4 +1,4 @@
-"""Which moments are planned: of gathering, of the output layer, of a save; on CPUs and on accelerators."""
+"""Which moments are planned: of gathering and of the output layer; on CPUs and on accelerators."""
 
 import pytest
 
@@ -85,18 +85,3 @@ def test_the_gradient_of_the_output_layer_is_added_up_some_rows_at_a_time(device
     assert backward == 2 * logits + max(2 * piece, 2 * HEAD)
     backward = needs(1, 1, tokens=2048, precision="bf16", **chunk)._logits[1]
     assert backward == 4 * HEAD + max(2 * logits + max(2 * piece, added), 2 * HEAD)
-
-
-@pytest.mark.parametrize(
-    ("layout", "sent"), [((1, 1), 0), ((2, 1), 0), ((1, 2), 8), ((2, 2), 8), ((1, 4), 12)]
-)
-def test_a_save_has_blocks_twice_and_what_others_have_of_them(layout, sent):
-    parts = needs(*layout).phases("none")["save"]
-    assert parts["buffers"] == (2 * 16 + 2 * sent) * MIB
-
-
-def test_a_small_save_takes_whole_blocks():
-    """One of each file."""
-    lora = {"fresh": MODEL, "lora": {"rank": 4}}
-    alone = needs(1, 1, command="sft", model=lora)
-    assert alone.phases("none")["save"]["buffers"] == 2 * 4 * 4 * MIB

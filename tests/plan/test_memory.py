@@ -167,3 +167,25 @@ def test_a_generators_weights_are_where_they_generate():
     assert held(phases("1xCPU-24G")) == set(phases())
     assert held(phases(place="servers")) == set()
     assert "rollout" not in phases(place="servers")
+
+
+@pytest.mark.parametrize(
+    ("engine", "cpu", "device"),
+    [
+        ({}, 2.5, 2),
+        ({"replicas": 2}, 0, 0),
+        ({"tensor_parallel": 2}, 2.5, 2),
+        ({"kind": "megatron"}, 1, 0),
+        ({"kind": "megatron", "tensor_parallel": 2}, 2.5, 2),
+    ],
+)
+def test_weights_are_published_in_waves_of_what_processes_lack(engine, cpu, device):
+    """Two processes. Beside a wave are its copy by gloo and half of it as a message, or what is copied out of it.
+
+    Megatron's data-parallel processes lack what others have stepped; before publishing they exchange that.
+    """
+    batch = {"prompts": 2, "tokens_per_device": TOKENS}
+    wide = MODEL | {"num_attention_heads": 2, "num_key_value_heads": 2}
+    for devices, waves in (("2xCPU-24G", cpu), ("2xH100-80G", device)):
+        parts = plan("rl", devices, model=wide, engine=engine, batch=batch).phases["publish"]
+        assert parts.get("buffers", 0) == waves * parts["generator"]
