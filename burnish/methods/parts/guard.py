@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from burnish.boxes.gather import Gather, assembled
 from burnish.distributed.collectives import agree, any_rank, gather_objects
 from burnish.distributed.layout import Layout
 from burnish.errors import BurnishError
@@ -111,6 +110,8 @@ class Guard:
 
     def _first_difference(self) -> tuple[str | None, int]:
         """Return the first tensor that differs on any rank, and how many can be compared."""
+        from burnish.boxes.gather import Gather, assembled
+
         published = self.update.engine.published()
         have = [*published.fixed, *published.changing]
         held = list(self.generator.checksums())

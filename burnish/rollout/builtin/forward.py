@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import accumulate
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, UntypedStorage, nn
@@ -16,7 +16,6 @@ from torch.nn.functional import linear
 from transformers import PretrainedConfig, PreTrainedModel
 
 from burnish.boxes.box import intersect, whole
-from burnish.boxes.gather import Gather
 from burnish.boxes.shards import Publication, Shard, TensorSpec
 from burnish.config.schema import LoraConfig
 from burnish.distributed.device import has_bf16_products
@@ -33,6 +32,9 @@ from burnish.models.kernels.fused import (
 from burnish.models.meta_init import build_on_meta, longest_sequence, materialize
 from burnish.models.names import Region, model_shards, regions, tied_names
 from burnish.models.scorer import logit_transform
+
+if TYPE_CHECKING:
+    from burnish.boxes.gather import Gather
 
 
 class InferenceModel:
@@ -123,6 +125,8 @@ class InferenceModel:
         """Fill parts of the model; return the `Gather` for the next call."""
         targets = list(model_shards(self.module, parts=parts))
         if layout.world > 1:
+            from burnish.boxes.gather import Gather
+
             shards = list(shards)
             specs = list(dict.fromkeys(shard.spec for shard in targets))
             gather = gather or Gather(shards, specs, layout)
