@@ -12,8 +12,9 @@ Fresh weights in the shapes of Qwen3-0.6B and 1.7B (28 layers, 151,936 words, ti
 
 The sides run one after the other, so that each has the whole memory of the device. The figures hold for a device that
 nobody else uses. TRL (`bench.trl_sft`, `bench.trl_grpo`) and transformers (`bench.hf_step`) run in their own processes, once
-with fp32 and once with bf16 weights; the faster of the two counts. A step is timed from an idle device to an
-idle device. Figures are medians over rounds, after one round to warm up. A case takes a few minutes: `--cases` selects some.
+with fp32 and once with bf16 weights; the faster of the two counts. A peer that cannot be installed, and a case that fails, are
+named, and the others go on. A step is timed from an idle device to an idle device. Figures are medians over rounds, after
+one round to warm up. A case takes a few minutes: `--cases` selects some.
 
 MFU counts the model's operations: three forward passes over the trained tokens and, in GRPO, one more over the same
 tokens to generate them. Padding and recomputation do not count. Memory is the peak of torch's allocator, beside the
@@ -27,7 +28,11 @@ from __future__ import annotations
 
 import argparse
 import gc
+import subprocess
+import sys
 import tempfile
+import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -85,13 +90,15 @@ class Row:
     """Burnish's figure."""
     beside: str = ""
     """Name of the peer; "" for none."""
-    theirs: float | None = None
-    """The peer's figure; None if the peer ran out of memory."""
+    theirs: float | str = ""
+    """The peer's figure, or why there is none."""
 
     def __str__(self) -> str:
-        without = "out of memory" if self.beside else ""
-        theirs = without if self.theirs is None else f"{self.theirs:.4g}"
-        share = "" if not self.theirs else f"{self.ours / self.theirs:.2f}"
+        theirs = self.theirs
+        share = ""
+        if not isinstance(theirs, str):
+            share = f"{self.ours / theirs:.2f}"
+            theirs = f"{theirs:.4g}"
         cells = (self.case, self.figure, f"{self.ours:.4g}", self.beside, theirs, share)
         return f"| {' | '.join(cells)} |"
 
@@ -153,7 +160,7 @@ def sft(case: str, settings: Settings) -> Iterator[Row]:
         seconds = _fastest(_sft_peers(name, config, work), {}, settings.rounds)
         yield from _rates(case, work.size, work.lengths, ours, (name, seconds))
     if not settings.peers:
-        yield from _rates(case, work.size, work.lengths, ours, ("", None))
+        yield from _rates(case, work.size, work.lengths, ours, ("", ""))
 
 
 def grpo(case: str, settings: Settings) -> Iterator[Row]:
@@ -174,7 +181,7 @@ def grpo(case: str, settings: Settings) -> Iterator[Row]:
         ours, peaks = launch(run, config.distributed)
         _give_back()
         yield from _planned(case, work.size, config, "rl", peaks)
-        theirs: tuple[str, float | None] = ("", None)
+        theirs: tuple[str, float | str] = ("", "")
         if "trl" in settings.peers:
             question = {"lengths": [work.response] * work.completions}
             theirs = "trl", _fastest(_grpo_peers(config, work), question, settings.rounds)
@@ -273,7 +280,9 @@ def _timed(step: Callable[[], tuple[float, list[int]]], rounds: int, device: tor
     step()
     reset_peak_memory(device)
     seconds = [step()[0] for _ in range(rounds)]
-    return Taken(median(seconds), peak_memory(device), device)
+    taken = Taken(median(seconds), peak_memory(device), device)
+    _say(f"steps of {_listed(seconds)} s, at most {taken.peak / 1e9:.1f} GB")
+    return taken
 
 
 def _give_back() -> None:
@@ -284,7 +293,7 @@ def _give_back() -> None:
 
 
 def _rates(
-    case: str, size: str, lengths: Sequence[int], ours: Taken, theirs: tuple[str, float | None]
+    case: str, size: str, lengths: Sequence[int], ours: Taken, theirs: tuple[str, float | str]
 ) -> Iterator[Row]:
     """Yield tokens per second and MFU of an update on sequences of these lengths."""
     flops = count_flops(Qwen3Config(**model_config(size)))
@@ -294,12 +303,12 @@ def _rates(
 
 
 def _per_second(
-    case: str, done: Mapping[str, float], ours: Taken, theirs: tuple[str, float | None]
+    case: str, done: Mapping[str, float], ours: Taken, theirs: tuple[str, float | str]
 ) -> Iterator[Row]:
     """Yield the amounts that a step does, by figure, over the seconds of both sides."""
     name, seconds = theirs
     for figure, amount in done.items():
-        rate = None if seconds is None else amount / seconds
+        rate = seconds if isinstance(seconds, str) else amount / seconds
         yield Row(case, figure, amount / ours.seconds, name, rate)
 
 
@@ -318,18 +327,24 @@ def _planned(
 
 def _fastest(
     peers: Mapping[str, Callable[[], Peer]], question: dict[str, Any], rounds: int
-) -> float | None:
-    """Return the seconds per step of the fastest setting, or None if all run out of memory."""
+) -> float | str:
+    """Return the seconds per step of the fastest setting, or why there are none."""
     found = []
-    for start in peers.values():
+    reason = ""
+    for weights, start in peers.items():
+        _say(f"a peer, weights in {weights}")
         try:
             with start() as peer:
                 seconds = [peer.ask(question)["seconds"] for _ in range(rounds + 1)]
             found.append(median(seconds[1:]))
+            _say(f"steps of {_listed(seconds)} s")
         except RuntimeError as error:
-            if "out of memory" not in str(error):
-                raise
-    return min(found, default=None)
+            reason = "out of memory" if "out of memory" in str(error) else "failed"
+            _say(str(error))
+        except subprocess.CalledProcessError as error:  # pip, on a machine without a network
+            _say(str(error))
+            return "not installed"
+    return min(found) if found else reason
 
 
 def _sft_peers(name: str, config: RunConfig, work: SftWork) -> dict[str, Callable[[], Peer]]:
@@ -374,7 +389,16 @@ def _by_weights(
     return {weights: started(weights) for weights in PEER_WEIGHTS}
 
 
-def main() -> None:
+def _listed(seconds: Sequence[float]) -> str:
+    return ", ".join(f"{each:.3f}" for each in seconds)
+
+
+def _say(text: str) -> None:
+    """Print progress and errors beside the table, with the time of day."""
+    print(f"[{time.strftime('%H:%M:%S')}] {text}", file=sys.stderr, flush=True)
+
+
+def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
@@ -385,15 +409,24 @@ def main() -> None:
     parser.add_argument("--profile", type=Path, help="write tables of torch's profiler there")
     arguments = parser.parse_args()
     print(", ".join(f"{name} {value}" for name, value in machine().items()), end="\n\n")
-    print("| case | figure | Burnish | beside | theirs | ratio |\n|---|---|---|---|---|---|")
+    header = "| case | figure | Burnish | beside | theirs | ratio |\n|---|---|---|---|---|---|"
+    print(header, flush=True)
+    failed = []
     asked = arguments.peers, arguments.rounds, arguments.tiny
     with tempfile.TemporaryDirectory() as directory:
         settings = Settings(*asked, Path(directory), arguments.profile)
         for case in arguments.cases:
-            for row in CASES[case](case, settings):
-                print(row, flush=True)
+            _say(case)
+            try:
+                for row in CASES[case](case, settings):
+                    print(row, flush=True)
+            except Exception:  # noqa: BLE001 - the minutes of a lent device are for the others
+                failed.append(case)
+                _say(f"{case} failed\n{traceback.format_exc()}")
             _give_back()
+    _say(f"failed: {', '.join(failed)}" if failed else "done")
+    return len(failed) > 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
