@@ -2,9 +2,12 @@
 
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from bench import gpu
 
 ROOT = Path(__file__).parents[2]
 CASES = ("sft-0.6b-4k", "grpo", "generate", "offload", "megatron")
@@ -48,3 +51,39 @@ def test_every_case_runs_and_gives_its_lines(tmp_path: Path) -> None:
         tables = [(tmp_path / f"{case}.{clock}.txt").read_text() for clock in ("device", "cpu")]
         assert all("aten::mm" in table for table in tables)
         assert (tmp_path / f"{case}.json.gz").stat().st_size > 0
+
+
+def fails(case: str, settings: gpu.Settings) -> Iterator[gpu.Row]:
+    yield gpu.Row(case, "tokens/s", 3.0)
+    raise TypeError(case)
+
+
+def runs(case: str, settings: gpu.Settings) -> Iterator[gpu.Row]:
+    yield gpu.Row(case, "tokens/s", 4.0, "a peer", 2.0)
+
+
+def test_a_case_that_fails_leaves_the_others_their_time(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(gpu, "CASES", {"first": fails, "second": runs})
+    monkeypatch.setattr(sys, "argv", ["bench.gpu"])
+    assert gpu.main() == 1
+    output = capsys.readouterr()
+    assert "| first | tokens/s | 3 |" in output.out
+    assert "| second | tokens/s | 4 | a peer | 2 | 2.00 |" in output.out
+    assert "TypeError" in output.err
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (RuntimeError("CUDA out of memory"), "out of memory"),
+        (RuntimeError("no such function"), "failed"),
+        (subprocess.CalledProcessError(1, "pip"), "not installed"),
+    ],
+)
+def test_a_peer_that_has_no_figure_says_why(error: Exception, reason: str) -> None:
+    def start() -> gpu.Peer:
+        raise error
+
+    assert gpu._fastest({"fp32": start}, {}, 1) == reason
