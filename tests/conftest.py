@@ -33,6 +33,8 @@ settings.register_profile("night", UNTIMED, max_examples=BY_NIGHT)
 settings.register_profile("day", UNTIMED, max_examples=30)
 settings.load_profile("day")
 MEMORY = Path("/dev/shm")
+GPUS = ("/dev/nvidiactl", "/dev/kfd")
+"""Files of the drivers of NVIDIA and AMD."""
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -41,7 +43,8 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(MEMORY))
     if config.getoption("markexpr", "").startswith("(nightly or hypothesis)"):
         settings.load_profile("night")
-    if workers := config.getoption("numprocesses", None):
+    # What is imported before a fork may touch a GPU, of which the fork then has no use.
+    if (workers := config.getoption("numprocesses", None)) and not any(map(os.path.exists, GPUS)):
         fork_server.address()
         python = shlex.join([sys.executable, str(fork_server.__file__)])
         config.option.tx = [f"popen//python={python}"] * workers
