@@ -1,16 +1,11 @@
-"""`burnish sft` and `burnish rl` on one device, and what they come to when they are killed on the way.
-
-Every command is a process of its own: a GPU must not be touched before a fork.
-"""
+"""`burnish sft` and `burnish rl` on one device, and what they come to when they are killed on the way."""
 
 from __future__ import annotations
 
 import json
 import math
-import os
 import signal
 import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -18,7 +13,7 @@ import pytest
 import torch
 from support.models.tiny import save_base, save_classifier
 from support.ranks.devices import CUDA, DEVICES, on_gpu
-from support.ranks.fork_server import with_given_path
+from support.runs.device_runs import finish_run, start_run
 from support.runs.training_files import MIXTURE, make_files, metrics, weights
 
 from burnish.config.load import read_config
@@ -26,13 +21,11 @@ from burnish.distributed.device import device_name
 from burnish.methods.table import METHODS
 from burnish.tracking.trackers import read_metrics
 
-REPOSITORY = Path(__file__).parents[2]
 STEPS = 6
 KINDS = {"sft": ("train/loss", "val/loss"), "rl": ("reward/mean", "val/mean@1")}
 COMMON = ["engine.precision=bf16", f"steps={STEPS}", "checkpoint.save_every=1"]
 KILLED = "burnish.engines.torch.torch_engine:TorchEngine.optim_step", 3, signal.SIGKILL, 0.0
 """Where a run kills itself: in its third step."""
-SECONDS = 600
 PARTS = {
     "plain": [],
     "activations": ["engine.activation_checkpointing=full", "engine.activation_offload=true"],
@@ -73,15 +66,6 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-PROGRAM = """\
-import sys
-from support.runs.forked_command import signal_at
-from burnish.cli.main import main
-signal_at(*{at})
-sys.exit(main(sys.argv[1:]))
-"""
-
-
 def start(
     work: Path,
     kind: str,
@@ -90,28 +74,8 @@ def start(
     at: tuple[str, int, int, float] | None = None,
     settings: Sequence[str] = (),
 ) -> subprocess.Popen[bytes]:
-    """A run; `at` is as in `support.runs.forked_command.signal_at`."""
-    program = (
-        ["-m", "burnish"] if at is None else ["-c", PROGRAM.format(at=(*at[:2], int(at[2]), at[3]))]
-    )
-    modules = with_given_path(REPOSITORY, REPOSITORY / "tests")
-    hidden = {} if device.type == "cuda" else {"CUDA_VISIBLE_DEVICES": ""}
-    with (work / f"{name}.txt").open("ab") as log:
-        return subprocess.Popen(
-            [sys.executable, *program, kind, f"{kind}.yaml", f"name={name}", *COMMON, *settings],
-            cwd=work,
-            env=os.environ | {"PYTHONPATH": modules, "OMP_NUM_THREADS": "1"} | hidden,
-            stdout=log,
-            stderr=log,
-        )
-
-
-def finish(process: subprocess.Popen[bytes], work: Path, name: str, code: int = 0) -> None:
-    try:
-        assert process.wait(SECONDS) == code, (work / f"{name}.txt").read_text()
-    finally:
-        process.kill()
-        process.wait()
+    argv = [kind, f"{kind}.yaml", f"name={name}", *COMMON, *settings]
+    return start_run(work, name, device, argv, at)
 
 
 @pytest.mark.nightly
@@ -120,7 +84,7 @@ def finish(process: subprocess.Popen[bytes], work: Path, name: str, code: int = 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_run_and_the_same_killed_and_resumed(work: Path, kind: str, device: torch.device) -> None:
     peaceful, killed = f"{kind}_{device.type}", f"{kind}_{device.type}_killed"
-    finish(start(work, kind, peaceful, device), work, peaceful)
+    finish_run(start(work, kind, peaceful, device), work, peaceful)
     run = work / "runs" / peaceful
     rows, names = read_metrics(run / "metrics.jsonl"), KINDS[kind]
     assert [row["step"] for row in rows] == list(range(STEPS + 1))
@@ -130,8 +94,8 @@ def test_a_run_and_the_same_killed_and_resumed(work: Path, kind: str, device: to
     surroundings = json.loads((run / "environment.json").read_text())
     assert surroundings["device"] == device_name(device)
 
-    finish(start(work, kind, killed, device, KILLED), work, killed, -signal.SIGKILL)
-    finish(start(work, kind, killed, device), work, killed)
+    finish_run(start(work, kind, killed, device, KILLED), work, killed, -signal.SIGKILL)
+    finish_run(start(work, kind, killed, device), work, killed)
     resumed = work / "runs" / killed
     assert "resuming step" in (work / f"{killed}.txt").read_text()
     assert [row["step"] for row in metrics(resumed)] == list(range(STEPS + 1))
@@ -163,7 +127,7 @@ def test_each_part_of_a_run_has_valid_settings(work: Path, case: str) -> None:
 def test_each_part_of_a_run_learns(work: Path, case: str, device: torch.device) -> None:
     """On CPUs other tests have these settings."""
     kind, settings = settings_of(case)
-    finish(start(work, kind, case, device, settings=settings), work, case)
+    finish_run(start(work, kind, case, device, settings=settings), work, case)
     run = work / "runs" / case
     rows = read_metrics(run / "metrics.jsonl")
     assert rows[-1]["step"] == STEPS

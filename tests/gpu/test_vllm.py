@@ -25,7 +25,8 @@ from support.models.adapters import published_beside
 from support.models.generators import builtin, make_generator
 from support.models.tiny import tiny_model
 from support.ranks.devices import CPU, DEVICES
-from support.runs.training_files import RL, done, make_files, metrics
+from support.runs.device_runs import finish_run, start_run
+from support.runs.training_files import RL, make_files, metrics
 from transformers import PreTrainedModel
 
 from burnish.boxes.shards import Publication
@@ -310,11 +311,9 @@ class TestAdapter:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_a_run_draws_with_it_to_the_end(
-    tmp_path: Path, device: torch.device, precision: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, device: torch.device, precision: str
 ) -> None:
     """Beside the trainer on one device, which share it in turns; the guard finds no difference."""
-    if device == CPU:
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     work = make_files(tmp_path)
     fresh = {**RL["model"]["fresh"], "hidden_size": 128, "head_dim": 64}
     rollout = {**RL["rollout"], "engine": "vllm", "place": "child", "check_every": 1}
@@ -327,8 +326,8 @@ def test_a_run_draws_with_it_to_the_end(
         "steps": 3,
     }
     (work / "drawn.json").write_text(json.dumps(settings))
-    run = done(work, "rl", "drawn.json", "name=drawn")
-    rows = [row for row in metrics(run) if row["step"]]
+    finish_run(start_run(work, "drawn", device, ["rl", "drawn.json"]), work, "drawn")
+    rows = [row for row in metrics(work / "runs" / "drawn") if row["step"]]
     assert [row["step"] for row in rows] == [1, 2, 3]
     far = [row["rollout/mismatch_kl"] for row in rows]
     print(precision, "mismatch", far)
