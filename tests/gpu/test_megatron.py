@@ -17,9 +17,11 @@ from transformers import AutoConfig
 from burnish.config.schema import EngineConfig, OptimConfig
 from burnish.distributed.layout import Layout
 from burnish.engines.base import Part
+from burnish.models.loading import SafetensorsSource
+
+pytest.importorskip("megatron.core")
 from burnish.engines.megatron.megatron_engine import MegatronEngine
 from burnish.engines.megatron.modules import transformer_engine
-from burnish.models.loading import SafetensorsSource
 
 FAMILIES = ["llama", "qwen3", "qwen3_moe"]
 pytestmark = pytest.mark.parametrize(

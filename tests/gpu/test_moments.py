@@ -13,7 +13,6 @@ from burnish.config.schema import OptimConfig
 from burnish.distributed.host_memory import Arena
 from burnish.distributed.layout import Layout
 from burnish.engines import offload as resting
-from burnish.engines.megatron.distributed_optimizer import prepare_slots, step_offloaded
 from burnish.engines.optim.optimizer import SLOTS, ShardedOptimizer
 
 OPTIM = OptimConfig(moments="bf16", betas=(0.9, 0.95), weight_decay=0.1)
@@ -62,8 +61,10 @@ def by_the_torch_engine(weights: Tensors, arena: Arena | None) -> dict[str, Tens
 
 def by_the_megatron_engine(weights: Tensors, arena: Arena | None) -> dict[str, Tensors]:
     """With the AdamW that Megatron takes on this machine: TransformerEngine's, Apex's or torch's."""
-    from megatron.core.optimizer import Adam  # warns when imported by itself
+    pytest.importorskip("megatron.core")
+    from burnish.engines.megatron.distributed_optimizer import prepare_slots, step_offloaded
 
+    Adam = pytest.importorskip("megatron.core.optimizer").Adam  # warns when imported by itself
     if Adam is not torch.optim.AdamW and weights["vector"].device.type != "cuda":
         pytest.skip(f"{Adam.__module__} needs CUDA")
     groups = [
