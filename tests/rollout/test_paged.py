@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import logging
+import weakref
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -93,6 +95,20 @@ def test_completions_are_those_of_the_other_caches(
         pool = decoding._cache.pool
         assert pool.free == len(pool._holders) - 1
         assert not decoding._cache._prefixes
+
+
+def test_the_cache_is_freed_when_the_call_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may be most of a device's memory, and training cannot wait until Python looks for cycles."""
+    made = use_blocks(monkeypatch)
+    generator = builtin(tiny_model("qwen3"))
+    gc.disable()
+    try:
+        generator.generate(make_requests((1, 5), samples=2), Sampling(5))
+        (cache,) = (weakref.ref(decoding._cache) for decoding in made)
+        made.clear()
+        assert cache() is None
+    finally:
+        gc.enable()
 
 
 def count_calls(patch: pytest.MonkeyPatch, owner: type, name: str) -> list[str]:
@@ -336,7 +352,9 @@ class TestGraphs:
 
     def test_the_second_step_of_equal_rows_is_recorded(self, recorded: list[str]) -> None:
         computed: list[int] = []
-        steps = GraphedSteps(lambda rows: computed.append(rows) or (torch.ones(rows), None))
+        steps = partial(
+            GraphedSteps(), lambda rows: computed.append(rows) or (torch.ones(rows), None)
+        )
         for rows in (4, 2, 4, 4, 2, 4):
             assert len(steps(rows)[0]) == rows
         assert computed == [4, 2, 4, 2]
@@ -349,7 +367,9 @@ class TestGraphs:
         self, recorded: list[str], caplog: pytest.LogCaptureFixture
     ) -> None:
         computed: list[int] = []
-        steps = GraphedSteps(lambda rows: computed.append(rows) or (torch.ones(rows), None))
+        steps = partial(
+            GraphedSteps(), lambda rows: computed.append(rows) or (torch.ones(rows), None)
+        )
         with caplog.at_level(logging.WARNING):
             for rows in (*[4] * 9, 2, 2, 2, 1, 1, 4):
                 assert len(steps(rows)[0]) == rows

@@ -18,36 +18,34 @@ _log = logging.getLogger(__name__)
 
 
 class GraphedSteps:
-    """A step, with a graph for each number of rows. The step reads and writes tensors at fixed addresses only."""
+    """The graphs of a step, one for each number of rows. The step reads and writes tensors at fixed addresses only."""
 
-    def __init__(self, compute: Callable[[int], Result]) -> None:
-        """`compute` takes the number of rows."""
-        self._compute = compute
+    def __init__(self) -> None:
         self._seen: set[int] = set()
         self._graphs: dict[int, tuple[Any, Result]] = {}
         self._pool: Any = None
         self._is_off = False
 
-    def __call__(self, rows: int) -> Result:
-        """Compute a step. The next one may overwrite the result on the device."""
+    def __call__(self, compute: Callable[[int], Result], rows: int) -> Result:
+        """Compute a step, always by the same function. The next one may overwrite the result on the device."""
         if rows not in self._graphs:
             if self._is_off or rows not in self._seen:
                 self._seen.add(rows)
-                return self._compute(rows)
-            self._record(rows)
+                return compute(rows)
+            self._record(compute, rows)
             if self._is_off:
-                return self._compute(rows)
+                return compute(rows)
         graph, result = self._graphs[rows]
         graph.replay()
         return result
 
-    def _record(self, rows: int) -> None:
+    def _record(self, compute: Callable[[int], Result], rows: int) -> None:
         """Record, without computing. If the model cannot be recorded, say so, and record no more."""
         graph: Any = torch.cuda.CUDAGraph()
         try:
             # Other threads, such as NCCL's, may call CUDA meanwhile.
             with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-                result = self._compute(rows)
+                result = compute(rows)
         except RuntimeError as error:
             self._is_off = True
             reason = str(error).partition("\n")[0]

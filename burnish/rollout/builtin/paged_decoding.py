@@ -15,7 +15,7 @@ import logging
 import math
 from collections.abc import Callable
 from functools import cache, partial
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -32,6 +32,9 @@ from burnish.rollout.builtin.forward import FusedForward
 from burnish.rollout.builtin.kv_cache import PromptCache, SlotBytes
 from burnish.rollout.builtin.paged_cache import BLOCK, PagedCache
 from burnish.rollout.builtin.sampling import Drawn
+
+if TYPE_CHECKING:
+    from burnish.rollout.builtin.cuda_graphs import GraphedSteps
 
 _MOST_ERROR = 0.02
 """What attention in 16 bits may differ from fp32, relative to its norm."""
@@ -205,11 +208,11 @@ class PagedDecoding(Decoding):
             from burnish.rollout.builtin.fused_steps import FusedSteps
 
             self._forward = FusedSteps(self._model.forward)
-        self._packed: Callable[[int], tuple[Tensor, Tensor | None]] = self._compute_packed
+        self._graphs: GraphedSteps | None = None
         if device.type == "cuda":
             from burnish.rollout.builtin.cuda_graphs import GraphedSteps
 
-            self._packed = GraphedSteps(self._compute_packed)
+            self._graphs = GraphedSteps()
 
     def _make_cache(self, slots: int, longest: int) -> PagedCache:
         pages = self._pages
@@ -246,7 +249,9 @@ class PagedDecoding(Decoding):
         self._cache.grow(running)
         if rows > running:
             self._state[:, running:rows] = 0
-        packed, experts = self._packed(rows)
+        # A bound method in a field would be a cycle, which keeps the cache until Python looks for cycles.
+        compute = self._compute_packed
+        packed, experts = self._graphs(compute, rows) if self._graphs else compute(rows)
         tokens, *logprobs = packed.to("cpu", non_blocking=True)[:, :running]
         drawn = Drawn(tokens.view(torch.int32), *logprobs)
         self._receive(sequences, drawn, None if experts is None else experts[:running])
