@@ -95,11 +95,6 @@ class ChatTemplate:
             message.setdefault(self.thoughts_key(key), message.pop(key))
         return message
 
-    @property
-    def writes_thoughts(self) -> bool:
-        """Whether the template reads thoughts of the assistant under a key of their own."""
-        return bool(self._thoughts)
-
     def thoughts_key(self, key: str) -> str:
         """Return the key under which the template reads the thoughts that a row has under `key`."""
         return key if key in self._thoughts or not self._thoughts else self._thoughts[0]
