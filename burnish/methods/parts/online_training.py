@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import partial
 from typing import TYPE_CHECKING
@@ -20,6 +20,7 @@ from burnish.algorithms.kl import adapted
 from burnish.algorithms.schedule import learning_rate
 from burnish.checkpoint.write_plan import MAIN
 from burnish.config.schema import RunConfig
+from burnish.data.loader import Loader
 from burnish.distributed.collectives import agree
 from burnish.distributed.layout import Layout
 from burnish.engines.base import Engine, LossFn
@@ -59,7 +60,6 @@ def train(method: RL, config: RunConfig, layout: Layout, device: torch.device) -
         pool = stack.enter_context(
             reward_pool(local.reward, local.rollout.environment, session.spans.move)
         )
-        spans = session.spans
         progress = session.progress
         advantage = load_advantage(config.algorithm.advantage)
         loss = method.loss(config)
@@ -97,21 +97,21 @@ def train(method: RL, config: RunConfig, layout: Layout, device: torch.device) -
             loader.state = run.state.cursor
             bar.advance()
             collector = make_collector(
-                foundation, pool, session.stopper.check, progress, judge, spans
+                foundation, pool, session.stopper.check, progress, judge, session.spans
             )
             stack.callback(collector.generator.close)
             if config.engine.offload_during_rollout:
                 collector = replace(collector, offloads=engines)
-            waiting = config.critic.warmup_steps
-            version = weights_version(run.state.step, waiting)
+            version = weights_version(run.state.step, config.critic.warmup_steps)
             check = Guard(update, collector.generator, dataset, layout, version).check
             sampler = GroupSampler(config, collector, dataset, loader)
             queue = stack.enter_context(closing(RolloutQueue(sampler, total, check)))
             queue.restore(run.pending, run.partial)
             # A generator's copy of the weights is in no checkpoint. It comes from the engine, at a start as after every step.
             queue.publish(update.engine.published(), version)
-            kl = config.algorithm.kl
-            kl_coef = kl.coef if run.state.kl_coef is None else run.state.kl_coef
+            training = _Training(
+                method, config, session, run, update, queue, loader, loss, beside, total
+            )
             validate: Validation | None = None
             if held_out:
                 from burnish.methods.parts.validation import prompt_validation
@@ -120,59 +120,91 @@ def train(method: RL, config: RunConfig, layout: Layout, device: torch.device) -
             bar.advance()
         with run.training(validate, queue):
             for step in run.steps():
-                learning = step >= waiting
-                with spans("rollout"):
-                    drawn = queue.take(step)
-                with spans("advantages"):
-                    learned_from = method.select(config, drawn.groups)
-                    batches = update.minibatches(learned_from)
-                    credit = update.assign_credit(learned_from, batches, kl_coef)
-                    batches = credit.batches
-                    if learning:
-                        batches = update.with_logprobs(batches, step)
-                        if update.teachers is not None:
-                            batches = update.teachers.answered(batches, learned_from)
-                        batches = [method.prepare(config, batch, beside) for batch in batches]
-                # The last look at signals in this step. An update that has begun is finished, because the weights in its middle
-                # belong to no step.
-                session.stopper.check_all()
-                stats = credit.stats
-                updates = update.in_epochs(batches, step)
-                count = sum(len(batch.microbatches) for batch in updates) if learning else None
-                with spans("update"), progress.phase("update", count) as bar:
-                    for batch in updates:
-                        if update.critic is not None:
-                            stats = stats.merge(update.critic.update(batch, step))
-                        if learning:
-                            # A function of the step, with no state of its own: so it is right after any resume.
-                            lr = learning_rate(step - waiting, total - waiting, config.optim)
-                            seeded = replace(batch, seed=config.seed)
-                            stats = stats.merge(
-                                _update_policy(update, seeded, counted(loss, bar), lr)
-                            )
-                if learning:
-                    with spans("publish"):
-                        queue.publish(update.engine.published(), step + 1)
-                if kl.target is not None:
-                    stats = stats.merge(Stats({"actor/kl_coef": Max(torch.tensor(kl_coef))}))
-                    kl_coef = adapted(kl_coef, credit.kl, int(learned_from.is_scored.sum()), kl)
-                run.finish(
-                    stats.merge(queue.stats(drawn)),
-                    cursor=loader.state,
-                    batches=batches,
-                    kl_coef=None if kl.target is None else kl_coef,
-                    rollouts=drawn.groups,
-                    advantages=credit.advantages,
-                    by_token=credit.by_token,
-                )
+                training.learn(step)
         with agree(layout):
             collector.failures.require_answer()
 
 
-def _update_policy(update: PolicyUpdate, batch: Batch, loss: LossFn, lr: float) -> Stats:
-    """Compute gradients and step the policy; return the statistics. Collective."""
-    stats = update.engine.forward_backward(batch, loss)
-    return policy_stats(stats.merge(update.engine.optim_step(lr)))
+@dataclass(frozen=True, slots=True)
+class _Training:
+    """What a step needs."""
+
+    method: RL
+    config: RunConfig
+    session: Session
+    run: Run
+    update: PolicyUpdate
+    queue: RolloutQueue
+    loader: Loader
+    loss: LossFn
+    beside: Mapping[str, LoadedModel]
+    """The frozen models, by setting."""
+    total: int
+    """Number of steps."""
+
+    def learn(self, step: int) -> None:
+        """Take a step: draw completions, learn from them, publish the weights. Collective."""
+        config = self.config
+        spans = self.session.spans
+        update = self.update
+        kl = config.algorithm.kl
+        adaptive = None if kl.target is None else self.run.state.kl_coef
+        kl_coef = kl.coef if adaptive is None else adaptive
+        learning = step >= config.critic.warmup_steps
+        with spans("rollout"):
+            drawn = self.queue.take(step)
+        with spans("advantages"):
+            learned_from = self.method.select(config, drawn.groups)
+            batches = update.minibatches(learned_from)
+            credit = update.assign_credit(learned_from, batches, kl_coef)
+            batches = credit.batches
+            if learning:
+                batches = update.with_logprobs(batches, step)
+                if update.teachers is not None:
+                    batches = update.teachers.answered(batches, learned_from)
+                batches = [self.method.prepare(config, batch, self.beside) for batch in batches]
+        # The last look at signals in this step. An update that has begun is finished, because the weights in its middle
+        # belong to no step.
+        self.session.stopper.check_all()
+        with spans("update"):
+            stats = self._update(
+                update.in_epochs(batches, step), step, credit.stats, learning=learning
+            )
+        if learning:
+            with spans("publish"):
+                self.queue.publish(update.engine.published(), step + 1)
+        if kl.target is not None:
+            stats = stats.merge(Stats({"actor/kl_coef": Max(torch.tensor(kl_coef))}))
+            kl_coef = adapted(kl_coef, credit.kl, int(learned_from.is_scored.sum()), kl)
+        self.run.finish(
+            stats.merge(self.queue.stats(drawn)),
+            cursor=self.loader.state,
+            batches=batches,
+            kl_coef=None if kl.target is None else kl_coef,
+            rollouts=drawn.groups,
+            advantages=credit.advantages,
+            by_token=credit.by_token,
+        )
+
+    def _update(
+        self, batches: Sequence[Batch], step: int, stats: Stats, *, learning: bool
+    ) -> Stats:
+        """Update the critic, and the policy if it is `learning`; return `stats` and theirs. Collective."""
+        config = self.config
+        waiting = config.critic.warmup_steps
+        count = sum(len(batch.microbatches) for batch in batches) if learning else None
+        with self.session.progress.phase("update", count) as bar:
+            for batch in batches:
+                if self.update.critic is not None:
+                    stats = stats.merge(self.update.critic.update(batch, step))
+                if learning:
+                    # A function of the step, with no state of its own: so it is right after any resume.
+                    lr = learning_rate(step - waiting, self.total - waiting, config.optim)
+                    engine = self.update.engine
+                    seeded = replace(batch, seed=config.seed)
+                    learned = engine.forward_backward(seeded, counted(self.loss, bar))
+                    stats = stats.merge(policy_stats(learned.merge(engine.optim_step(lr))))
+        return stats
 
 
 def _models(
