@@ -95,9 +95,8 @@ def plan_ahead(plan: ScoringPlan, micro: MicroBatch, device: torch.device) -> Sc
     following = np.append(ids[1:], 0)
     following[ends[1:] - 1] = 0
     has_two = micro.loss_mask.numpy().copy()
-    seconds = (
-        ends[:-1] + 1
-    )  # behind a sequence of one token the next one's first, which is not scored either
+    # Behind a sequence of one token this is the next one's first, which is not scored either.
+    seconds = ends[:-1] + 1
     has_two[seconds[seconds < len(ids)]] = False
     scored = scored_tokens(micro.cu_seqlens, torch.from_numpy(has_two)).numpy()
     predictors = scored - 2
