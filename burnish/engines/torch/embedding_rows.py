@@ -141,9 +141,10 @@ class EmbeddingRows:
                 want="one call in a pass, with the tokens that the model got",
                 do="set engine.replicas to the number of processes, or train a model of another family",
             )
+        rows = _Fetch.apply(embedding.weight, self, fetched.wanted)  # type: ignore[no-untyped-call]
         self._table = embedding.weight
         del embedding.weight  # a module takes no plain tensor for a parameter
-        embedding.weight = _Fetch.apply(self._table, self, fetched.wanted)  # type: ignore[no-untyped-call]
+        embedding.weight = rows
         return (fetched.places.view_as(token_ids),), {}
 
     def _restore(self, embedding: nn.Module, *_: Any) -> None:
