@@ -184,14 +184,15 @@ class GeneratorServer:
             except FAILURES as error:
                 why = str(error)
             else:
-                say(messages.encode({"mapped": number, "group": invitation, "why": ""}))
-                is_member = invitation["id"] == fields["group"]
-                why = "" if is_member else self.group.join(invitation, address, body)
-                if not why:
-                    if not is_member:
-                        say(messages.encode({"mapped": number, "group": invitation, "why": ""}))
-                    self._load_joined(load, say)
-                    return
+                agreed = messages.encode({"mapped": number, "group": invitation, "why": ""})
+                with self.group.ended_by_failure():
+                    if invitation["id"] != fields["group"]:
+                        say(agreed)
+                        why = self.group.join(invitation, address, body)
+                    if not why:
+                        say(agreed)
+                        load(partial(self._read_broadcast, say))
+                        return
         say(messages.encode({"mapped": mapped and mapped[0], "group": None, "why": why}))
         if not mapped:
             load()
@@ -200,18 +201,11 @@ class GeneratorServer:
             del mapped
             load(staging.read)
 
-    def _load_joined(
-        self, load: Callable[..., None], say: Callable[[messages.Parts], None]
-    ) -> None:
-        def read(rows: Sequence[Any], begin: int, size: int) -> Iterator[Shard]:
-            yield from self.group.read(rows, begin, size)
-            say(messages.encode({"read": True}))
-
-        try:
-            load(read)
-        except Exception:
-            self.group.leave()
-            raise
+    def _read_broadcast(
+        self, say: Callable[[messages.Parts], None], rows: Sequence[Any], begin: int, size: int
+    ) -> Iterator[Shard]:
+        yield from self.group.read(rows, begin, size)
+        say(messages.encode({"read": True}))
 
     def complete(
         self, message: messages.Message, say: Callable[[messages.Parts], None]
@@ -338,16 +332,9 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _load_staged(self, body: BinaryIO, load: Callable[..., None]) -> None:
         """Answer by which way weights come, then when a buffer has been read, then the result."""
-        try:
-            message = messages.read_message(body)
-        except messages.NONSENSE:
-            message = None
+        message = self._begin_answer(body)
         if message is None:
-            self.send_error(HTTPStatus.BAD_REQUEST)
             return
-        self.send_response(HTTPStatus.OK)
-        self.send_header("Transfer-Encoding", "chunked")
-        self.end_headers()
         address = self.connection.getsockname()[0]
         take = partial(self._server.take_weights, message.fields, body, address, self._say, load)
         call = self._server.call(take, between_steps=True)
@@ -355,23 +342,17 @@ class _Handler(BaseHTTPRequestHandler):
         gone.register(self.connection, select.POLLRDHUP)
         while not wait([call], _POLL_SECONDS).done:
             if gone.poll(0):
-                if not call.cancel():
-                    self._server.group.give_up()
+                if call.cancel():
+                    return
+                self._server.group.give_up()
                 wait([call])
         self._say(_result_of(call))
         self.wfile.write(b"0\r\n\r\n")
 
     def _complete(self) -> None:
-        try:
-            message = messages.read_message(io.BufferedReader(_Body(self)))
-        except messages.NONSENSE:
-            message = None
+        message = self._begin_answer(io.BufferedReader(_Body(self)))
         if message is None:
-            self.send_error(HTTPStatus.BAD_REQUEST)
             return
-        self.send_response(HTTPStatus.OK)
-        self.send_header("Transfer-Encoding", "chunked")
-        self.end_headers()
         call = self._server.call(partial(self._server.complete, message, self._say))
         try:
             while not wait([call], _BEAT_SECONDS).done:
@@ -381,6 +362,20 @@ class _Handler(BaseHTTPRequestHandler):
         finally:
             call.cancel()
         self.wfile.write(b"0\r\n\r\n")
+
+    def _begin_answer(self, body: BinaryIO) -> messages.Message | None:
+        """Read the first message, and begin an answer in chunks; None for a request that is refused."""
+        try:
+            message = messages.read_message(body)
+        except messages.NONSENSE:
+            message = None
+        if message is None:
+            self.send_error(HTTPStatus.BAD_REQUEST)
+            return None
+        self.send_response(HTTPStatus.OK)
+        self.send_header("Transfer-Encoding", "chunked")
+        self.end_headers()
+        return message
 
     def _say(self, message: messages.Parts) -> None:
         """Send a chunk. The `OSError` of a client that has hung up ends the call."""

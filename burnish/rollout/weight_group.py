@@ -17,6 +17,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, BinaryIO, Protocol
 
@@ -353,14 +354,16 @@ class GroupHost:
         self._id = secrets.token_hex(_ID_BYTES)
 
     def join(self, invitation: Mapping[str, Any], address: str, body: BinaryIO) -> str:
-        """Join, and read whether the sender has joined. Return why one of the two has not, or nothing."""
+        """Join, and read whether the sender has joined. Return why one of the two has not, or nothing. Raises `NONSENSE`."""
         why = ""
         try:
             self._receivers.join(invitation, address, self._timeout)
         except FAILURES as error:
             why = f"{type(error).__name__}: {error}"
         message = messages.read_message(body)
-        why = why or str(message and message.fields["why"])
+        if message is None:
+            raise ValueError("the sender is gone")
+        why = why or str(message.fields["why"])
         if why:
             self.leave()
         return why
@@ -371,8 +374,18 @@ class GroupHost:
 
     def give_up(self) -> None:
         """Have all receivers stop to wait, from any thread: the sender is gone."""
-        if self._store is not None:
-            PrefixStore(self._id, self._store).set(_GONE, "")
+        store = self._store  # another thread may end the group
+        if store is not None:
+            PrefixStore(self._id, store).set(_GONE, "")
+
+    @contextmanager
+    def ended_by_failure(self) -> Iterator[None]:
+        """End the group if the block raises."""
+        try:
+            yield
+        except Exception:
+            self.leave()
+            raise
 
     def leave(self) -> None:
         """End the group."""
