@@ -48,18 +48,17 @@ def chat_of_request(row: Mapping[str, Any], system_prompt: str | None = None) ->
 def messages_of_params(params: Mapping[str, Any]) -> list[Any]:
     """Return the messages of a request: its `instructions` and `input`. Items of other types stay as they are."""
     given = params.get("input")
-    items: Any = [{"role": "user", "content": given}] if isinstance(given, str) else given
+    items = [{"role": "user", "content": given}] if isinstance(given, str) else given
     messages: list[Any] = []
     if params.get("instructions"):
         messages.append({"role": "system", "content": params["instructions"]})
-    for item in items or ():
+    for item in items if isinstance(items, list) else [items]:
         kind = (item.get("type") or "message") if isinstance(item, dict) else ""
         if kind == "message":
             said = {key: value for key, value in item.items() if key in ("role", "content")}
             _add(messages, said)
-        elif kind == "reasoning":
-            texts = [part.get("text") or "" for part in item.get("summary") or ()]
-            _add(messages, {"role": "assistant", "reasoning_content": "".join(texts)})
+        elif kind == "reasoning" and (thoughts := _thoughts(item.get("summary"))) is not None:
+            _add(messages, {"role": "assistant", "reasoning_content": thoughts})
         elif kind == "function_call":
             function = {"name": item.get("name"), "arguments": item.get("arguments")}
             call = {"id": item.get("call_id"), "type": "function", "function": function}
@@ -72,9 +71,18 @@ def messages_of_params(params: Mapping[str, Any]) -> list[Any]:
     return messages
 
 
+def _thoughts(summary: Any) -> str | None:
+    """Return the text of a summary's parts; None for anything else."""
+    parts = summary or []
+    if not isinstance(parts, list) or not all(isinstance(part, dict) for part in parts):
+        return None
+    texts = [part.get("text") or "" for part in parts]
+    return "".join(texts) if all(isinstance(text, str) for text in texts) else None
+
+
 def _add(messages: list[Any], said: Message) -> None:
     """Append a message. Items of one turn of the assistant become one message."""
-    last = messages[-1] if messages else {}
+    last = messages[-1] if messages and isinstance(messages[-1], dict) else {}
     if said.get("role") != "assistant" or last.get("role") != "assistant":
         messages.append(said)
     elif "tool_calls" in said:
@@ -86,7 +94,8 @@ def _add(messages: list[Any], said: Message) -> None:
 
 
 def chat_tools(params: Mapping[str, Any]) -> list[Any]:
-    """Return the tools of a request in the form of chats."""
+    """Return the tools of a request in the form of chats. What is no tool stays, for `tools_of` to refuse."""
+    given = params.get("tools") or []
     return [
         {
             "function": {name: tool[name] for name in _KEPT if tool.get(name) is not None},
@@ -94,5 +103,5 @@ def chat_tools(params: Mapping[str, Any]) -> list[Any]:
         }
         if isinstance(tool, dict)
         else tool
-        for tool in params.get("tools") or ()
+        for tool in (given if isinstance(given, list) else [str(given)])
     ]

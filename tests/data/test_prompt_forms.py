@@ -67,6 +67,12 @@ def test_a_string_is_what_a_user_asks():
     [
         *(None, [], {}, {"input": None}, {"input": [3]}, {"input": {}}),
         {"input": [{"type": "item_reference", "id": "x"}]},
+        {"input": 7},
+        {"input": ["hi", {"role": "assistant", "content": "x"}]},
+        *(
+            {"input": [{"type": "reasoning", "summary": summary}]}
+            for summary in ("a", ["a"], [{"text": 7}])
+        ),
     ],
 )
 def test_what_is_no_conversation_is_refused(given):
@@ -74,9 +80,10 @@ def test_what_is_no_conversation_is_refused(given):
         messages_of(chat_of_request({REQUEST_COLUMN: given})[REQUEST_COLUMN], "a row")
 
 
-def test_tools_that_are_none_are_refused():
+@pytest.mark.parametrize("tools", [["search"], "search", 7, {"name": "search"}])
+def test_tools_that_are_none_are_refused(tools):
     with pytest.raises(UsageError):
-        tools_of(chat_of_request({REQUEST_COLUMN: {"input": "x", "tools": ["search"]}}), "a row")
+        tools_of(chat_of_request({REQUEST_COLUMN: {"input": "x", "tools": tools}}), "a row")
 
 
 def test_a_request_has_all_that_the_model_reads(tmp_path):
