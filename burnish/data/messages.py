@@ -224,7 +224,7 @@ def _part(part: Any, message: Message, name: str) -> dict[str, Any]:
     """Return a text part, or {} for one whose text becomes the message's thoughts."""
     if isinstance(part, str):
         return {"type": "text", "text": part}
-    kind = part["type"]
+    kind = str(part["type"])
     if kind in _PART_THOUGHTS and message["role"] == "assistant":
         thought = part.get(_PART_THOUGHTS[kind])
         if isinstance(thought, list):

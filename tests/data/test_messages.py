@@ -49,6 +49,7 @@ def test_parts_of_text_have_one_form(role: str, content: Any, want: list[str]) -
         [{"type": "video", "video": "x.mp4"}],
         [{"type": "tool_use", "name": "f", "input": {}}],
         [{"type": "text", "text": None}],
+        [{"type": ["text"], "text": "a"}],
         [["a"]],
     ],
 )
