@@ -48,7 +48,7 @@ def chat_of_request(row: Mapping[str, Any], system_prompt: str | None = None) ->
 def messages_of_params(params: Mapping[str, Any]) -> list[Any]:
     """Return the messages of a request: its `instructions` and `input`. Items of other types stay as they are."""
     given = params.get("input")
-    items = [{"role": "user", "content": given}] if isinstance(given, str) else given
+    items: Any = [{"role": "user", "content": given}] if isinstance(given, str) else given
     messages: list[Any] = []
     if params.get("instructions"):
         messages.append({"role": "system", "content": params["instructions"]})
