@@ -11,7 +11,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 from burnish.config.algorithm import FormulaConfig
 from burnish.config.document import one_line
@@ -384,31 +383,6 @@ def model_problems(model: ModelConfig) -> Iterator[BurnishError]:
             have="model.lora.rank: 0",
             want="1 or more",
             do="set model.lora.rank=16, or remove model.lora",
-        )
-
-
-def endpoint_problems(config: RunConfig) -> Iterator[BurnishError]:
-    """Yield why no endpoint can be asked for completions."""
-    model = config.model
-    url = config.rollout.url or ""
-    try:
-        parts = urlsplit(url)
-        is_plain = parts.hostname and parts.port != 0 and not (parts.query or parts.fragment)
-    except ValueError:
-        is_plain = False
-    if url and not is_plain:
-        yield UsageError(
-            "rollout.url is not the address of an endpoint",
-            have=_have(config, "rollout.url"),
-            want="http://HOST:PORT/PATH, with a port from 1 to 65535",
-            do="correct rollout.url; a key is the environment variable OPENAI_API_KEY",
-        )
-    if not model.tokenizer and not model.path:
-        yield UsageError(
-            "an endpoint's completions are counted in tokens, and there is no tokenizer",
-            have="neither model.tokenizer nor model.path",
-            want="the tokenizer of the endpoint's model, or any other",
-            do="set model.tokenizer",
         )
 
 

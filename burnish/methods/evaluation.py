@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
-from burnish.config.constraints import endpoint_problems, model_problems, sampling_problems
+from burnish.config.constraints import model_problems, sampling_problems
 from burnish.config.frozen_models import FrozenModel, reward_models
 from burnish.config.schema import RunConfig
 from burnish.config.section import Section
-from burnish.errors import BurnishError
+from burnish.errors import BurnishError, UsageError
 from burnish.method import Method
 
 if TYPE_CHECKING:
@@ -52,7 +53,7 @@ class Evaluation(Method):
     def problems(self, config: RunConfig) -> Iterator[BurnishError]:
         """See `Method.problems`."""
         if config.rollout.engine == "openai":
-            yield from endpoint_problems(config)
+            yield from _endpoint_problems(config)
         else:
             yield from model_problems(config.model)
         yield from sampling_problems(config)
@@ -110,3 +111,28 @@ def method_of_examples(*, judges: bool) -> OfflineMethod:
     from burnish.methods.sft import SFT
 
     return RewardModeling() if judges else SFT()
+
+
+def _endpoint_problems(config: RunConfig) -> Iterator[BurnishError]:
+    """Yield why no endpoint can be asked for completions."""
+    model = config.model
+    url = config.rollout.url or ""
+    try:
+        parts = urlsplit(url)
+        is_plain = parts.hostname and parts.port != 0 and not (parts.query or parts.fragment)
+    except ValueError:
+        is_plain = False
+    if url and not is_plain:
+        yield UsageError(
+            "rollout.url is not the address of an endpoint",
+            have=f"rollout.url: {url}",
+            want="http://HOST:PORT/PATH, with a port from 1 to 65535",
+            do="correct rollout.url; a key is the environment variable OPENAI_API_KEY",
+        )
+    if not model.tokenizer and not model.path:
+        yield UsageError(
+            "an endpoint's completions are counted in tokens, and there is no tokenizer",
+            have="neither model.tokenizer nor model.path",
+            want="the tokenizer of the endpoint's model, or any other",
+            do="set model.tokenizer",
+        )
