@@ -204,7 +204,7 @@ class GeneratorServer:
     def _read_broadcast(
         self, say: Callable[[messages.Parts], None], rows: Sequence[Any], begin: int, size: int
     ) -> Iterator[Shard]:
-        yield from self.group.read(rows, begin, size)
+        yield from self.receivers.read(rows, begin, size)
         say(messages.encode({"read": True}))
 
     def complete(

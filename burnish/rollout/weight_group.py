@@ -180,7 +180,7 @@ class GroupMember:
     def send(self, buffer: Tensor) -> None:
         """Begin to broadcast bytes, which must stay as they are until all have been read. Raises `FAILURES`.
 
-        The group ends if nobody calls `acknowledge` in time, also where this thread waits for the device.
+        The group ends if nobody calls `acknowledge` in time, even if this thread waits for the device.
         """
         if not len(buffer):
             return
@@ -368,12 +368,8 @@ class GroupHost:
             self.leave()
         return why
 
-    def read(self, rows: Sequence[Sequence[Any]], begin: int, size: int) -> Iterator[Shard]:
-        """See `Receivers.read`."""
-        yield from self._receivers.read(rows, begin, size)
-
     def give_up(self) -> None:
-        """Have all receivers stop to wait, from any thread: the sender is gone."""
+        """Have all receivers stop waiting, from any thread: the sender is gone."""
         store = self._store  # another thread may end the group
         if store is not None:
             PrefixStore(self._id, store).set(_GONE, "")

@@ -3,7 +3,7 @@
 A pass needs at most one row for each of its tokens. Each of P ranks holds every P-th run of rows. Larger parts would be unequal work: frequent
 tokens have low numbers in most vocabularies, so the first rank would send most rows.
 
-Before a pass the hosts agree on the most rows that a rank needs from another. All messages are as long, so no host waits for its device.
+Before a pass the hosts agree on the most rows that a rank needs from another. All messages are equally long, so no host waits for its device.
 Ranks send numbers of rows, rows, and in the backward pass gradients in the compute dtype. The holder adds them in fp32, rank by rank.
 """
 

@@ -91,8 +91,8 @@ class PagedCache(SlotCache):
         self.places = self._positions
         """Where the latest step writes: for each row, the number of a token of all blocks [n]."""
 
-    def blocks_for(self, tokens: int, prompt: int = -1) -> int:
-        """Return how many blocks a row with a prompt of so many tokens takes to draw the next, given the prompt's number if it is known."""
+    def blocks_for(self, tokens: int, prompt: int) -> int:
+        """Return how many free blocks a row takes for its prompt of so many tokens. `prompt` is its number, or -1 before it is read."""
         return 1 + (0 if prompt in self._prefixes else tokens // self._block)
 
     def place(self, rows: Sequence[int], prompts: PromptCache, which: Sequence[int]) -> None:

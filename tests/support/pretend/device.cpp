@@ -14,9 +14,12 @@
 #include <torch/library.h>
 #include <unistd.h>
 
+#include <algorithm>
+#include <atomic>
 #include <bit>
 #include <cstring>
 #include <mutex>
+#include <optional>
 #include <unordered_map>
 #include <vector>
 
@@ -202,7 +205,7 @@ Tensor empty_strided(at::IntArrayRef sizes, at::IntArrayRef strides, std::option
                                            c10::dtype_or_default(dtype));
 }
 
-// Without the last two it were a tensor of inference mode, and Gloo's threads could not write to it.
+// Without the last two it would be a tensor of inference mode, and Gloo's threads could not write to it.
 constexpr c10::DispatchKeySet kOnHost({c10::DispatchKey::CPU, c10::DispatchKey::ADInplaceOrView, c10::DispatchKey::AutogradCPU});
 
 Tensor view(Storage storage, c10::DispatchKeySet keys, const Tensor& like) {
