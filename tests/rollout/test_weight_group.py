@@ -124,6 +124,34 @@ def test_a_group_that_does_not_connect_leaves_http_and_is_named_once(
     assert len(attempts) == 1
 
 
+def test_a_sender_that_goes_while_it_joins_leaves_no_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Gone(BaseException):
+        pass
+
+    def go(*given: Any) -> None:
+        raise Gone
+
+    hosts: list[GroupHost] = []
+    begin = GroupHost.__init__
+
+    def noted(host: GroupHost, *given: Any) -> None:
+        hosts.append(host)
+        begin(host, *given)
+
+    monkeypatch.setattr(GroupHost, "__init__", noted)
+    monkeypatch.setattr("burnish.rollout.client.GroupMember", go)
+    monkeypatch.setattr("burnish.rollout.weight_group._CONNECT_SECONDS", 0.3)
+    with serving(Reader()) as server:
+        generator = feeding(server, staged(12, 0))
+        with pytest.raises(Gone):
+            generator.load_weights(Publication(staged(12, 1)), 1)
+        deadline = time.monotonic() + 10
+        while hosts[0]._id:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        assert server.about()["version"] is None
+
+
 def serve_until_killed(pipe: Connection, how: int) -> None:
     """Serve, and die or stand still in the middle of the weights."""
 
