@@ -66,7 +66,16 @@ def exchanging_rank(layout: Layout, replicas: int) -> list[tuple[tuple[range, ..
         found.append((rows.cut.spans, parameter.grad, right))
         with pytest.raises(BurnishError):  # a second call in a pass would get the first one's rows
             embedding(token_ids)
+        rows.begin(rows.plan(token_ids[0].numpy()))
+        rows.exchanged = refuse  # type: ignore[method-assign]
+        with pytest.raises(RuntimeError, match="no route"):
+            embedding(token_ids)
+        assert embedding.weight is parameter
     return found
+
+
+def refuse(messages: Tensor) -> Tensor:
+    raise RuntimeError("no route")
 
 
 @pytest.mark.parametrize("replicas", [1, pytest.param(2, marks=pytest.mark.nightly)])
