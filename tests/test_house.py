@@ -96,6 +96,7 @@ OPTIONS = (
     "burnish.models.parts",
     "burnish.models.routing",
     "burnish.plan",
+    "burnish.records.completion_parts",
     "burnish.rewards.builtin",
     "burnish.rollout.client",
     "burnish.rollout.builtin.cuda_graphs",

@@ -13,7 +13,8 @@ from typing import NamedTuple
 import numpy as np
 
 from burnish.records import Completion, Request
-from burnish.records.samples import digest_of, joined_completions
+from burnish.records.completion_parts import joined_completions
+from burnish.records.samples import digest_of
 from burnish.rollout.base import Generator, Sampling, Watch
 
 

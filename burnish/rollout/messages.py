@@ -21,7 +21,7 @@ from burnish.boxes.shards import Shard, TensorSpec
 from burnish.errors import BurnishError, IncompatibleError, MissingError, UsageError
 from burnish.records import Completion, Request
 from burnish.records.columns import columns_of
-from burnish.records.samples import described_arrays, joined_arrays, split_arrays
+from burnish.records.completion_parts import described_arrays, joined_arrays, split_arrays
 from burnish.rollout.base import Sampling, limit_of
 
 Array = np.ndarray[Any, Any]

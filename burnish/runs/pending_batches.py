@@ -19,8 +19,9 @@ from burnish.errors import IncompatibleError
 from burnish.files.safetensors import build_header, header_size, parse_header
 from burnish.files.strict_json import clipped, parse_json
 from burnish.records import Completion, Prompt, Rollout
+from burnish.records.completion_parts import described_arrays, joined_arrays, split_arrays
 from burnish.records.rollout_table import RolloutTable
-from burnish.records.samples import Turn, described_arrays, joined_arrays, split_arrays
+from burnish.records.samples import Turn
 from burnish.rollout.in_flight import SampleKey
 from burnish.runs.drawn_batch import DrawnBatch
 from burnish.tracking.trackers import json_number, json_numbers, numbers

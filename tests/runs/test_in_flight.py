@@ -25,8 +25,9 @@ from burnish.config.schema import RewardConfig
 from burnish.data.loader import Loader
 from burnish.methods.parts.rollouts import RolloutQueue
 from burnish.records import Completion, Prompt, Request, Rollout
+from burnish.records.completion_parts import joined_completions
 from burnish.records.rollout_table import RolloutTable
-from burnish.records.samples import digest_of, joined_completions
+from burnish.records.samples import digest_of
 from burnish.rollout.base import RunningRequest, Sampling
 from burnish.rollout.in_flight import PartialCompletions, SampleKey
 from burnish.runs.drawn_batch import DrawnBatch

@@ -26,7 +26,8 @@ from burnish.environments.pool import EnvironmentPool
 from burnish.errors import BurnishError
 from burnish.methods.parts.open_conversation import Branch, OpenConversation, state_of, unseen
 from burnish.records import Completion, Prompt, Request, RewardCall, Rollout
-from burnish.records.samples import End, StopReason, TurnSpan, joined_completions, of_environment
+from burnish.records.completion_parts import joined_completions, of_environment
+from burnish.records.samples import End, StopReason, TurnSpan
 from burnish.records.seeds import derive_seed
 from burnish.rollout.base import Sampling
 

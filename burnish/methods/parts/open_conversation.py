@@ -13,7 +13,8 @@ from burnish.data.messages import Message
 from burnish.environments.base import EndedConversation, Observation
 from burnish.environments.calls import Answered, Key
 from burnish.records import Completion, Prompt
-from burnish.records.samples import End, Turn, TurnSpan, joined_completions, of_environment
+from burnish.records.completion_parts import joined_completions, of_environment
+from burnish.records.samples import End, Turn, TurnSpan
 from burnish.rollout.base import Sampling
 
 _UNSEEN_CHARACTERS = 2000
