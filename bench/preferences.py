@@ -63,9 +63,8 @@ def measured(name: str, size: str, rounds: int, threads: int) -> list[Result]:
     prompt, goal = CASES[name]
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         directory = Path(folder)
-        os.environ["BURNISH_CACHE"] = str(
-            directory / "cache"
-        )  # so that the reference is not known yet
+        # So that the reference is not known yet.
+        os.environ["BURNISH_CACHE"] = str(directory / "cache")
         model = directory / "model"
         shape = model_config(size)
         torch.manual_seed(0)

@@ -226,9 +226,8 @@ def _cut_layers(text: PretrainedConfig, least: int, stages: int) -> dict[int, di
     for layer in range(layers):
         kind = (of_layers.kind(layer), repr(overrides.get(layer)), layer in mixtures)
         kinds.setdefault(kind, []).append(layer)
-    if (
-        not of_layers.values
-    ):  # such as "every sixth layer differs": the code counts, and no list shows the kinds
+    # Such as "every sixth layer differs": the code counts, and no list shows the kinds.
+    if not of_layers.values:
         periods = [v for name, v in fields.items() if _PERIOD.search(name) and _is_size(v)]
         least = max([least, *periods])
     kept_layers = _kept_layers(list(kinds.values()), least, stages)

@@ -134,9 +134,8 @@ def _message(turn: Any, name: str, exact: bool) -> Message:
     if meant and turn["role"] not in (*_ROLES.values(), "observation"):
         raise _not_messages(name, turn, want=f"the role {meant}")
     near = difflib.get_close_matches(turn["role"], _KNOWN_ROLES, n=1, cutoff=0.8)
-    if (
-        near and turn["role"] not in _KNOWN_ROLES
-    ):  # a mistyped turn would be rendered, and never trained on
+    # A mistyped turn would be rendered, and never trained on.
+    if near and turn["role"] not in _KNOWN_ROLES:
         raise _not_messages(name, turn, want=f"the role {near[0]}")
     message: Message = _cleaned(turn, "arguments" if exact else "")
     if message["role"] in _RESULTS:

@@ -295,9 +295,8 @@ def _open(url: Url) -> RemoteDestination:
 
 def reason(error: BaseException) -> str:
     """Return an error in one line, without credentials."""
-    text = (
-        str(error).replace("\\n", "\n").replace("\\t", "\t").partition("\n\tat ")[0]
-    )  # no Java trace
+    text = str(error).replace("\\n", "\n").replace("\\t", "\t")
+    text = text.partition("\n\tat ")[0]  # no Java trace
     return redacted(" ".join(f"{type(error).__name__}: {text}".split()))[:_REASON_CHARACTERS]
 
 

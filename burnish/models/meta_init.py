@@ -260,9 +260,8 @@ def _undefined(around: nn.Module, module: nn.Module, keys: Collection[str]) -> n
         tensor = torch.full(like.shape, value, dtype=like.dtype, device=device)
         return nn.Parameter(tensor, False) if isinstance(like, nn.Parameter) else tensor
 
-    copied = object.__new__(
-        type(around)
-    )  # copy.copy calls FSDP2's __new__, which builds a module anew
+    # copy.copy calls FSDP2's __new__, which builds a module anew.
+    copied = object.__new__(type(around))
     copied.__dict__.update(vars(around))
     inside = around._modules.items()
     copied._modules = {n: child and _undefined(child, module, keys) for n, child in inside}

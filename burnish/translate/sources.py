@@ -175,9 +175,8 @@ def _with_value(earlier: Any, value: Any) -> Any:
 def _value(text: str) -> Any:
     try:
         value = parse_value(text, "value").values
-        if text[:1] in "'\"" and str(value).startswith(
-            "["
-        ):  # a list in quotes of its own, as Hydra takes it
+        # A list in quotes of its own, as Hydra takes it.
+        if text[:1] in "'\"" and str(value).startswith("["):
             value = parse_value(value, "value").values
     except UsageError:
         return text

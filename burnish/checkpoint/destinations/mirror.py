@@ -364,9 +364,8 @@ class Sync:
                 self._outputs[name] = mark
         for folder in _THINNED:
             there = {name for name in self._outputs if name.startswith(f"{folder}/")}
-            if (
-                there & present_names
-            ):  # without any file here, the directory was lost and not thinned
+            # Without any file here, the directory was lost and not thinned.
+            if there & present_names:
                 for name in sorted(there - present_names):
                     self._mirror.check()
                     remote.remove(name)

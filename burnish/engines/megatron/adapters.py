@@ -351,9 +351,8 @@ class ExpertFactors(Factors):
             narrow = functional.pad(narrow, (0, 0, 0, rest))
             wide = functional.pad(wide, (0, rest))
         wide = wide.contiguous()  # Megatron would lose the sum of another gradient
-        if (
-            self._group.size() > 1
-        ):  # the gradient of a whole factor is the sum over parts of the layer
+        # The gradient of a whole factor is the sum over parts of the layer.
+        if self._group.size() > 1:
             if self._is_column:
                 narrow = copy_to_tensor_model_parallel_region(narrow, group=self._group)
             else:

@@ -79,9 +79,8 @@ def load_adapter(worker: Any, tensors: Mapping[str, Tensor], peft_config: dict[s
     model = worker.get_model()
     mapper = getattr(model, "hf_to_vllm_mapper", None)
     if mapper is not None:
-        renames = (
-            getattr(mapper, "get_rename_mapper", None) or mapper.get_unstacked_mapper
-        )  # vLLM 0.28
+        # vLLM 0.28 has the second.
+        renames = getattr(mapper, "get_rename_mapper", None) or mapper.get_unstacked_mapper
         mapper = renames()
     adapter = LoRAModel.from_lora_tensors(
         ADAPTER.lora_int_id,
