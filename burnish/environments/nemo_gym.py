@@ -217,7 +217,7 @@ class _Relay(GatewayHandler):
             return
         try:
             url = str(json.loads(content)["metadata"][_SESSION])
-        except (ValueError, TypeError, KeyError):
+        except (ValueError, TypeError, KeyError, RecursionError):
             self.refuse(
                 HTTPStatus.BAD_REQUEST,
                 f"the request has lost the metadata of its row's {_REQUEST}, which name its session",
