@@ -53,6 +53,25 @@ def parallelize(
 
     Copies of the model (HSDP) are sharded over neighbouring ranks. Gradients are summed in fp32.
     """
+    cuts, others, experts = _cut(scorer, config, mesh, layout)
+    keep_activations(scorer.model, config, around)
+    layers = decoder_layers(scorer)
+    if config.compile:
+        from burnish.engines.torch.compilation import compile_layers
+
+        compile_layers(scorer.model, layers)
+    _shard(scorer, layers, experts, config, mesh)
+    if experts:
+        from burnish.engines.torch.expert_parallel import gather_ahead
+
+        gather_ahead(layers, experts)
+    return cuts, others
+
+
+def _cut(
+    scorer: Scorer, config: EngineConfig, mesh: Mesh, layout: Layout
+) -> tuple[dict[str, Any], dict[str, Any], Sequence[nn.Module]]:
+    """Keep this rank's parts of what ranks share; return the cuts of tensor parallelism, the others, and the modules of shared experts."""
     cuts: dict[str, Any] = {}
     if mesh.tensor is not None:
         from burnish.engines.torch.tensor_parallel import share_matrices
@@ -60,24 +79,26 @@ def parallelize(
         cuts = share_matrices(scorer, mesh.tensor)
     others: dict[str, Any] = {}
     experts: Sequence[nn.Module] = ()
-    if config.expert_parallel > 1:
+    if config.expert_parallel > 1:  # not of a dense model that shares the mesh of a mixture
         assert mesh.of_experts is not None
-        from burnish.engines.torch.expert_parallel import gather_ahead, share_experts
+        from burnish.engines.torch.expert_parallel import share_experts
 
         others, experts = share_experts(scorer.model, mesh.of_experts["experts"].get_group())
-    apart: set[nn.Parameter] = set()
     if mesh.weights["shard"].size() > 1 and mesh.tensor is None and _are_two_tables(scorer):
         from burnish.engines.torch.embedding_rows import share_rows
 
-        cut = share_rows(scorer, config, mesh.weights, layout)
-        others |= cut
-        apart = {scorer.model.get_parameter(name) for name in cut}
-    keep_activations(scorer.model, config, around)
-    layers = decoder_layers(scorer)
-    if config.compile:
-        from burnish.engines.torch.compilation import compile_layers
+        others |= share_rows(scorer, config, mesh.weights, layout)
+    return cuts, others, experts
 
-        compile_layers(scorer.model, layers)
+
+def _shard(
+    scorer: Scorer,
+    layers: Sequence[nn.Module],
+    experts: Sequence[nn.Module],
+    config: EngineConfig,
+    mesh: Mesh,
+) -> None:
+    """Shard all parameters with FSDP2, except embeddings whose rows are fetched."""
     policy = MixedPrecisionPolicy(
         param_dtype=None if config.precision == "fp32" else compute_dtype(config),
         reduce_dtype=torch.float32,
@@ -89,13 +110,15 @@ def parallelize(
     if config.parameter_offload:  # copies from pinned memory overlap with compute
         how["offload_policy"] = CPUOffloadPolicy(pin_memory=weights.device_type != "cpu")
     regathers = config.reshard_after_forward and mesh.weights["shard"].size() > 1
-    of_experts_alone = mesh.of_experts[dims] if mesh.of_experts is not None else weights
-    meshes = dict.fromkeys(experts, of_experts_alone)
+    meshes = {}
     for module in experts:
+        assert mesh.of_experts is not None
+        meshes[module] = mesh.of_experts[dims]
         fully_shard(module, reshard_after_forward=regathers, **how | {"mesh": meshes[module]})
     for layer in layers:
         fully_shard(layer, reshard_after_forward=regathers, **how)
     _shard_ends(scorer, how)
+    apart = set() if scorer.rows is None else {scorer.model.get_input_embeddings().weight}
     # The backward pass begins with the root's head, so its weights stay gathered.
     fully_shard(scorer, reshard_after_forward=False, ignored_params=apart, **how)
     for module in scorer.modules():
@@ -105,9 +128,6 @@ def parallelize(
             module.set_gradient_divide_factor(1.0)
             # For a factor of its own FSDP2 takes PREMUL_SUM, which only NCCL has.
             module.set_force_sum_reduction_for_comms(True)
-    if experts:
-        gather_ahead(layers, experts)
-    return cuts, others
 
 
 def _are_two_tables(scorer: Scorer) -> bool:
