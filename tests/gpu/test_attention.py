@@ -128,7 +128,7 @@ def test_shared_rows_equal_whole_sequences(
     how = Softmax(0.2, window, None, *weights)
     results = []
     for layout in (shared, whole):
-        own = [part.to(device, dtype).requires_grad_() for part in parts]
+        own = [part.to(device, dtype, copy=True).requires_grad_() for part in parts]
         if layout is whole:
             output = layout.attend(0, [part[:, :, rows] for part in own], how)[:, computed]
         else:
