@@ -36,6 +36,7 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from importlib import metadata
 from pathlib import Path
 from statistics import median
 from typing import Any, Literal
@@ -64,6 +65,8 @@ from burnish.rewards.pool import RewardPool
 from burnish.rollout.base import Sampling
 
 PEERS = ("trl", "transformers")
+OPTIONAL = ("triton", "liger-kernel", "megatron-core")
+"""Packages that change figures."""
 PEER_WEIGHTS = ("float32", "bfloat16")
 SFT = {
     "sft-0.6b-4k": SftWork("0.6b", 1024, 4096, 8),
@@ -389,6 +392,13 @@ def _by_weights(
     return {weights: started(weights) for weights in PEER_WEIGHTS}
 
 
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "missing"
+
+
 def _listed(seconds: Sequence[float]) -> str:
     return ", ".join(f"{each:.3f}" for each in seconds)
 
@@ -408,7 +418,8 @@ def main() -> int:
     parser.add_argument("--tiny", action="store_true", help="small shapes, to see whether it runs")
     parser.add_argument("--profile", type=Path, help="write tables of torch's profiler there")
     arguments = parser.parse_args()
-    print(", ".join(f"{name} {value}" for name, value in machine().items()), end="\n\n")
+    found = machine() | {name: _version(name) for name in OPTIONAL}
+    print(", ".join(f"{name} {value}" for name, value in found.items()), end="\n\n")
     header = "| case | figure | Burnish | beside | theirs | ratio |\n|---|---|---|---|---|---|"
     print(header, flush=True)
     failed = []
