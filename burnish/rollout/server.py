@@ -127,6 +127,8 @@ class GeneratorServer:
             try:
                 future.set_result(function())
             except Exception as error:  # noqa: BLE001 - the future raises it
+                # Its frames refer to the future, which is a cycle. They hold a generation's cache, and views of a sender's memory.
+                traceback.clear_frames(error.__traceback__)
                 future.set_exception(error)
 
         if between_steps:
@@ -154,12 +156,8 @@ class GeneratorServer:
         read = partial(messages.read_shards, body, read_wave)
         fixed = read() if anew else iter(())
         changing = read()
-        try:
-            self._generator.load_weights(Publication(changing, fixed, anew), version)
-            deque(chain(fixed, changing), maxlen=0)  # what the generator has left
-        except Exception as error:
-            traceback.clear_frames(error.__traceback__)  # they have views of the sender's memory
-            raise
+        self._generator.load_weights(Publication(changing, fixed, anew), version)
+        deque(chain(fixed, changing), maxlen=0)  # what the generator has left
         body.read()
         self._version = version
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import http.client
 import logging
 import socket
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -740,6 +742,29 @@ def test_a_client_that_leaves_ends_the_generation() -> None:
         until(lambda: slow.left)
         assert server.about()["version"] == 1
         assert server not in generator._lost
+
+
+def test_a_call_that_fails_keeps_nothing_of_what_it_held() -> None:
+    """A generation's cache may be most of a device's memory, which the next one needs."""
+    caches: list[weakref.ref[Any]] = []
+
+    class Cache:
+        pass
+
+    class Failing:
+        def forget(self) -> None:
+            cache = Cache()
+            caches.append(weakref.ref(cache))
+            raise OSError("the client has hung up")
+
+    with serving(Failing()) as server:
+        gc.disable()
+        try:
+            with pytest.raises(ServerLost):
+                server.forget()
+            until(lambda: caches[0]() is None)
+        finally:
+            gc.enable()
 
 
 def test_who_waits_in_line_and_leaves_is_in_nobodys_way() -> None:
