@@ -485,15 +485,19 @@ def make_loader(
     dataset: ItemSequence[Any],
     data: DataConfig,
     seed: int,
+    size: int,
     *,
     by_epoch: bool,
 ) -> Loader:
-    """Return the loader of `data.train`."""
+    """Return the loader of `data.train`. A step draws `size` items."""
     shuffle = data.shuffle
     if data.streaming:
         from burnish.data.streaming import StreamLoader
 
         return StreamLoader(cast("Stream[Any]", dataset), data.weights)
+    if size > len(dataset) and not by_epoch:
+        times = "a step draws %d rows of data.train, which has %d: some of them several times"
+        _log.warning(times, size, len(dataset))
     if data.curriculum == MEASURED:
         return MeasuredLoader(len(dataset), seed, shuffle)
     if not isinstance(dataset, Mixture):

@@ -12,6 +12,9 @@ from support.checkpoints.states import committed
 from support.nightly import by_day
 from support.runs.training_files import At, burnish, done, make_files, metrics, rollouts, write_rows
 
+from burnish.config.schema import DataConfig
+from burnish.runs.setup import make_loader
+
 
 @pytest.fixture(scope="module")
 def work(tmp_path_factory):
@@ -162,3 +165,21 @@ def test_rewards_that_fail_for_all_end_the_run_which_goes_on_when_they_are_mende
     function.write_text(f"{head}return 1.0\n")
     run = done(work, *argv, "steps=3")
     assert [row["reward/errors"] for row in metrics(run)] == [0, 0, 0]
+
+
+class Rows(list[int]):
+    """Rows without an order of their own."""
+
+    def difficulty(self) -> None:
+        return None
+
+
+@pytest.mark.parametrize(
+    ("size", "by_epoch", "is_named"), [(3, False, False), (4, False, True), (4, True, False)]
+)
+def test_a_step_that_draws_rows_several_times_is_named(
+    size: int, by_epoch: bool, is_named: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    loader = make_loader(Rows(range(3)), DataConfig(), 0, size, by_epoch=by_epoch)
+    assert len(set(loader.take(size))) == 3
+    assert bool(caplog.records) == is_named

@@ -106,7 +106,7 @@ def train(method: OfflineMethod, config: RunConfig, layout: Layout, device: torc
             dataset = train_dataset(read, local.data)
             bar.advance()
             by_epoch = method.stays_in_epoch(config)
-            loader = make_loader(dataset, config.data, config.seed, by_epoch=by_epoch)
+            loader = make_loader(dataset, config.data, config.seed, size, by_epoch=by_epoch)
             total = config.steps or loader.takes(size, config.epochs)
             items = method.before_training(dataset, None, foundation, session)
             held_out: HeldOut | None = None

@@ -77,8 +77,8 @@ def train(method: RL, config: RunConfig, layout: Layout, device: torch.device) -
             pool.require_answer(dataset[0], dataset.first_row)
             bar.advance()
             by_epoch = method.stays_in_epoch(config)
-            loader = make_loader(dataset, config.data, config.seed, by_epoch=by_epoch)
             size = method.rows_per_step(config)
+            loader = make_loader(dataset, config.data, config.seed, size, by_epoch=by_epoch)
             total = config.steps or loader.takes(size, config.epochs)
             formula = config.algorithm, local.reward.functions
             fingerprints = Fingerprints.of(
