@@ -47,6 +47,8 @@ _TARGET_COLUMNS = (
     "text", "thinking", "thoughts",
 )  # fmt: skip
 """Columns that by convention hold what the model learns to write, or a whole row. Reward functions read them too."""
+_OTHER_COMPLETIONS = ("response", "answer", "output")
+"""Columns that often hold a completion, and are named where there is no other."""
 _MESSAGES_COLUMNS = ("messages", "conversations")
 """Usual names of a chat (OpenAI and TRL; ShareGPT)."""
 
@@ -89,7 +91,8 @@ def example_format(data: DataConfig, rows: Rows) -> tuple[_ExampleKind, tuple[st
         raise rows.missing((*_MESSAGES_COLUMNS, *PROMPT_COLUMNS, "text"), settings)
     wanted = formats[chosen[0] if chosen else "pair"]
     setting, missing = next((key, name) for key, name in wanted.items() if not rows.has(name))
-    raise rows.missing((missing,), f"data.{setting}_column")
+    others = _OTHER_COMPLETIONS if setting == "completion" else ()
+    raise rows.missing((missing,), f"data.{setting}_column", others)
 
 
 def prompt_column(data: DataConfig, rows: Rows) -> str:

@@ -140,9 +140,12 @@ class Rows:
         """Name a row for an error message."""
         return f"row {self.number(index)} (counted from 0) of {_listed(self.files)}"
 
-    def missing(self, names: Sequence[str], setting: str) -> MissingError:
-        """Return the error for rows without any of these columns."""
+    def missing(
+        self, names: Sequence[str], setting: str, others: Sequence[str] = ()
+    ) -> MissingError:
+        """Return the error for rows without any of these columns. `others` may have what they hold."""
         near = [match for name in names for match in get_close_matches(name, self.columns, n=1)]
+        near += [name for name in others if name in self.columns]
         guess = f"did you mean {near[0]!r}? " if near else ""
         several = " " in setting
         do = f"Set {setting}={near[0]}" if near and not several else f"name the column in {setting}"

@@ -719,6 +719,12 @@ def test_examples_with_nothing_to_train_on_are_dropped_and_counted(rows_of, capl
             r"(?s)'completion'.*'complete'",
         ),
         ({"body": "a"}, {}, r"data\.text_column"),
+        ({"question": "a", "answer": "b"}, {}, r"data\.completion_column=answer"),
+        (
+            {"instruction": "a", "response": "b"},
+            {},
+            r"data\.completion_column=response",
+        ),
         (
             {"messages": [], "completion": "x"},
             {"prompt_column": "mesages"},
