@@ -13,7 +13,6 @@ import os
 import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from difflib import get_close_matches
 from itertools import chain, islice
 from pathlib import Path, PurePath
 from typing import Any
@@ -144,17 +143,9 @@ class Rows:
         self, names: Sequence[str], setting: str, others: Sequence[str] = ()
     ) -> MissingError:
         """Return the error for rows without any of these columns. `others` may have what they hold."""
-        near = [match for name in names for match in get_close_matches(name, self.columns, n=1)]
-        near += [name for name in others if name in self.columns]
-        guess = f"did you mean {near[0]!r}? " if near else ""
-        several = " " in setting
-        do = f"Set {setting}={near[0]}" if near and not several else f"name the column in {setting}"
-        return MissingError(
-            f"no column {' or '.join(map(repr, names))} in {_listed(self.files)}",
-            have="columns " + ", ".join(self.columns),
-            want=f"{setting}: an existing column",
-            do=f"{guess}{do}",
-        )
+        from burnish.data.missing_columns import missing_columns
+
+        return missing_columns(self.columns, _listed(self.files), names, setting, others)
 
 
 def load_rows(
