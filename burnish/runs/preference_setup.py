@@ -9,7 +9,8 @@ from burnish.data.preference_columns import answer_columns
 from burnish.data.preferences import PreferenceDataset
 from burnish.data.ranked_rows import RankedRows
 from burnish.data.steps import StepDataset
-from burnish.runs.setup import Foundation, example_limit, run_rows
+from burnish.runs.example_limits import example_limit, tell_long_examples
+from burnish.runs.setup import Foundation, run_rows
 from burnish.tracking.progress import Progress
 
 
@@ -26,8 +27,11 @@ def preference_dataset(
     """Read the answers in `paths`, or in their `first` rows. Collective. `settings`, `is_judged`: see `PreferenceDataset`."""
     rows = RankedRows.of(run_rows(foundation, paths, setting, progress).first(first), settings)
     answers = answer_columns(foundation.config.data, rows, settings)
-    limit, name = example_limit(foundation, setting, sharing=len(answers))
-    return PreferenceDataset(
+    config = foundation.config
+    limit, name = example_limit(
+        config.data.max_length, config.microbatch_tokens, foundation.hf_config, len(answers)
+    )
+    dataset = PreferenceDataset(
         rows,
         foundation.tokenizer,
         foundation.config.data,
@@ -39,6 +43,9 @@ def preference_dataset(
         limit_name=name,
         is_judged=is_judged,
     )
+    if foundation.layout.is_main:
+        tell_long_examples(foundation.hf_config, dataset, setting)
+    return dataset
 
 
 def step_dataset(
@@ -51,8 +58,11 @@ def step_dataset(
 ) -> StepDataset:
     """Read the answers in steps in `paths`, or in their `first` rows. Collective."""
     rows = run_rows(foundation, paths, setting, progress).first(first)
-    limit, name = example_limit(foundation, setting)
-    return StepDataset(
+    config = foundation.config
+    limit, name = example_limit(
+        config.data.max_length, config.microbatch_tokens, foundation.hf_config
+    )
+    dataset = StepDataset(
         rows,
         foundation.tokenizer,
         foundation.config.data,
@@ -63,3 +73,6 @@ def step_dataset(
         foundation.eos_token_ids,
         limit_name=name,
     )
+    if foundation.layout.is_main:
+        tell_long_examples(foundation.hf_config, dataset, setting)
+    return dataset

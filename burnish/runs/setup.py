@@ -53,7 +53,7 @@ from burnish.models.loading import (
     save_model_assets,
     weights_source,
 )
-from burnish.models.meta_init import count_flops, kept_in_fp32, length_limits, rotary_limits
+from burnish.models.meta_init import count_flops, kept_in_fp32, length_limits
 from burnish.records.seeds import derive_seed
 from burnish.rewards.pool import RewardPool
 from burnish.rollout.base import Sampling
@@ -520,10 +520,14 @@ def example_dataset(
 ) -> ExampleDataset:
     """Read the SFT examples in `paths`, or their `first` rows. Collective."""
     from burnish.data.examples import ExampleDataset
+    from burnish.runs.example_limits import example_limit, tell_long_examples
 
     rows = run_rows(foundation, paths, setting, progress).first(first)
-    limit, name = example_limit(foundation, setting)
-    return ExampleDataset(
+    config = foundation.config
+    limit, name = example_limit(
+        config.data.max_length, config.microbatch_tokens, foundation.hf_config
+    )
+    dataset = ExampleDataset(
         rows,
         foundation.tokenizer,
         foundation.config.data,
@@ -535,22 +539,9 @@ def example_dataset(
         limit_name=name,
         weight_column=weight_column,
     )
-
-
-def example_limit(foundation: Foundation, setting: str, sharing: int = 1) -> tuple[int, str]:
-    """Return the longest example, in tokens, and what limits it. `sharing` examples have to fit into a micro-batch."""
-    data = foundation.config.data
-    budget = foundation.config.microbatch_tokens // sharing
-    limits = {"data.max_length": data.max_length or budget}
-    if sharing > 1 and budget < limits["data.max_length"]:
-        limits["batch.tokens_per_device, which two answers share"] = budget
-    limits["data.max_length"] = min(limits["data.max_length"], budget)
-    limits |= rotary_limits(foundation.hf_config)
-    most = min(length_limits(foundation.hf_config).values(), default=0)
-    if setting == "data.train" and 0 < most < (data.max_length or 0) and foundation.layout.is_main:
-        _log.warning("data.max_length=%d is beyond the model's %d positions", data.max_length, most)
-    name = min(limits, key=limits.__getitem__)
-    return limits[name], name
+    if foundation.layout.is_main:
+        tell_long_examples(foundation.hf_config, dataset, setting)
+    return dataset
 
 
 def make_run_engine(
