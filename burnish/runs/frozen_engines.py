@@ -10,6 +10,7 @@ from burnish.boxes.shards import ShardSource
 from burnish.config.frozen_models import FrozenModel
 from burnish.config.schema import ModelConfig
 from burnish.data.tokenizer import load_tokenizer
+from burnish.data.vocabularies import require_same_vocabulary
 from burnish.engines.base import Engine, Part
 from burnish.engines.factory import make_engine
 from burnish.errors import IncompatibleError
@@ -53,7 +54,8 @@ def read_frozen(model: FrozenModel, foundation: Foundation) -> ReadModel:
         require_language_model(model.path, hf_config, do)
     tokenizer = load_tokenizer(model.path, trust_remote_code=trusts)
     if not gives_scores:
-        _require_same_vocabulary(model, foundation.tokenizer, tokenizer)
+        policys = foundation.tokenizer.get_vocab()
+        require_same_vocabulary(model.path, model.setting, policys, tokenizer.get_vocab())
         _require_as_many_rows(model, hf_config, foundation)
     require_embeddings(hf_config, tokenizer if gives_scores else foundation.tokenizer)
     prove_model(hf_config, foundation.layout, foundation.device)
@@ -108,22 +110,4 @@ def _require_as_many_rows(
             have=f"{rows} rows and {policys}, engine.tensor_parallel: {tensor}",
             want=f"as many rows, or without tensor parallelism more of {model.setting}",
             do=f"set another {model.setting}, or engine.tensor_parallel=1",
-        )
-
-
-def _require_same_vocabulary(
-    model: FrozenModel, policy: PreTrainedTokenizerBase, own: PreTrainedTokenizerBase
-) -> None:
-    """Raise `IncompatibleError`, naming the first token, if a token of the policy is another one of the model."""
-    tokens = {number: token for token, number in policy.get_vocab().items()}
-    others = {number: token for token, number in own.get_vocab().items()}
-    different = [number for number in sorted(tokens) if others.get(number) != tokens[number]]
-    for number in different[:1]:
-        theirs = repr(others[number]) if number in others else "none"
-        raise IncompatibleError(
-            f"{model.path} has another vocabulary, so it cannot score the tokens of model.path",
-            have=f"token {number} is {tokens[number]!r} of model.path and {theirs} of {model.setting}; "
-            f"{len(different)} of {len(tokens)} tokens differ",
-            want="the same token for each id",
-            do=f"set {model.setting} to a model of the same family, with the same tokenizer",
         )

@@ -320,7 +320,13 @@ def model_tokenizer(
 ) -> PreTrainedTokenizerBase:
     """Load the tokenizer of a model; `template_name` is `data.chat_template_name`."""
     place = model.tokenizer or model.path or ""
-    return load_tokenizer(place, model.chat_template, model.trust_remote_code, template_name)
+    trusts = model.trust_remote_code
+    tokenizer = load_tokenizer(place, model.chat_template, trusts, template_name)
+    if model.tokenizer and model.path:
+        from burnish.data.vocabularies import tell_other_tokens
+
+        tell_other_tokens(tokenizer.get_vocab(), model.path)
+    return tokenizer
 
 
 def ends_of(foundation: TextFoundation) -> tuple[int, ...]:

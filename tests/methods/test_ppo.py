@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import shutil
 import signal
 from pathlib import Path
 
@@ -184,4 +185,18 @@ def test_a_critic_is_no_policy(work: Path, in_peace: Path) -> None:
     argv = ["rl", "rl.yaml", "name=wrong", "model.fresh=null", f"model.path={directory}"]
     code, output = burnish(work, *argv)
     assert code == 4
+    assert "critic.path" in output
+
+
+def test_a_critic_with_another_vocabulary_is_refused(
+    work: Path, in_peace: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(newest(in_peace) / "critic/model", tmp_path / "other")
+    file = tmp_path / "other" / "tokenizer.json"
+    content = json.loads(file.read_text())
+    vocabulary = content["model"]["vocab"]
+    vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
+    file.write_text(json.dumps(content))
+    code, output = burnish(work, *PPO, "name=other", f"critic.path={tmp_path / 'other'}")
+    assert code == 4, output
     assert "critic.path" in output

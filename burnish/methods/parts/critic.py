@@ -12,6 +12,7 @@ from burnish.algorithms.critic import value_loss_fn
 from burnish.algorithms.schedule import learning_rate
 from burnish.boxes.shards import Shard, ShardSource
 from burnish.config.schema import LoraConfig, ModelConfig, RunConfig
+from burnish.data.vocabularies import require_same_vocabulary, vocabulary_of
 from burnish.engines.base import Engine
 from burnish.engines.factory import settings_beside
 from burnish.errors import UsageError
@@ -41,6 +42,10 @@ def critic_foundation(policy: Foundation) -> Foundation:
     model = config.model
     if config.critic.path is not None:
         model = model.model_copy(update={"path": config.critic.path, "fresh": None})
+        own = vocabulary_of(config.critic.path)
+        if own is not None:
+            tokens = policy.tokenizer.get_vocab()
+            require_same_vocabulary(config.critic.path, "critic.path", tokens, own)
     hf_config = value_config(read_model_config(model))
     engine = settings_beside(hf_config, config.engine)
     optim = config.optim.model_copy(update={"lr": config.critic.lr})
