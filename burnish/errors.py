@@ -129,8 +129,9 @@ def whole_sentences(text: str, most: int = 300) -> str:
 def together(errors: Sequence[BurnishError], subject: str) -> BurnishError:
     """Return one error that lists all, of their common class, or else a `UsageError`.
 
-    `subject` names the thing with the problems (`rl.yaml`).
+    `subject` names the thing with the problems (`rl.yaml`). Equal ones are one.
     """
+    errors = [*{str(error): error for error in errors}.values()]
     if len(errors) == 1:
         return errors[0]
     lines = [f"{len(errors)} problems in {subject}"]

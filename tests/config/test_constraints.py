@@ -9,7 +9,7 @@ from burnish.config import constraints
 from burnish.config.keys import known_keys
 from burnish.config.load import read_config
 from burnish.config.schema import RunConfig
-from burnish.errors import UsageError
+from burnish.errors import UsageError, together
 from burnish.methods.table import METHODS
 
 GOOD = ["model.path=m", "data.train=[t]", "reward.functions=[{function: numeric}]"]
@@ -399,6 +399,12 @@ def test_every_row_of_the_table_names_settings_and_their_values() -> None:
 def test_all_is_reported_together() -> None:
     message = refused("rl", "model.path=null", "data.train=[]", "rollout.n=1", "evaluation.every=1")
     assert message.count("do:") == 4
+
+
+def test_equal_problems_are_one() -> None:
+    missing, other = UsageError("no file a"), UsageError("no file b")
+    assert str(together([missing, UsageError("no file a")], "the inputs")) == "no file a"
+    assert "2 problems" in str(together([missing, other, missing], "the inputs"))
 
 
 @given(prompts=st.integers(1, 200), minibatches=st.integers(2, 40))
