@@ -95,7 +95,7 @@ class Method(ABC):
 
     def run_name(self, config: RunConfig) -> str:
         """Return the name of a run, by default the model's and this method's."""
-        return config.name or f"{config.run_name}-{self.name}"
+        return f"{config.run_name}-{self.name}" if config.name is None else config.name
 
     def default_lr(self, config: RunConfig) -> float:
         """Return what `optim.lr: auto` is for a configuration: `lr` or `lora_lr`."""

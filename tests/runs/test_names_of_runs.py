@@ -77,6 +77,12 @@ def test_another_experiment_gets_a_number_and_the_same_one_its_directory(work: P
     assert name_of(engine={"precision": "bf16"}) == "smol-sft"
 
 
+def test_an_empty_name_is_refused_and_none_is_the_default() -> None:
+    assert SFT.named(RunConfig(**BASE)).name == "smol-sft"
+    with pytest.raises(UsageError):
+        SFT.check(SFT.named(RunConfig(**BASE, name="")))
+
+
 def test_what_moved_is_the_same(work: Path) -> None:
     begin()
     Path("a.jsonl").rename("moved.jsonl")
