@@ -78,6 +78,8 @@ def example_format(data: DataConfig, rows: Rows) -> tuple[_ExampleKind, tuple[st
     chosen = [kind for kind, name in named.items() if name is not None]
     for kind in chosen or formats:
         if all(map(rows.has, formats[kind].values())):
+            if kind == "pair" and not chosen:
+                _require_no_undesirable(rows, *formats[kind].values())
             return kind, tuple(formats[kind].values())
     if not chosen and rows.has("chosen") and rows.has("rejected"):
         raise UsageError(
@@ -93,6 +95,18 @@ def example_format(data: DataConfig, rows: Rows) -> tuple[_ExampleKind, tuple[st
     setting, missing = next((key, name) for key, name in wanted.items() if not rows.has(name))
     others = _OTHER_COMPLETIONS if setting == "completion" else ()
     raise rows.missing((missing,), f"data.{setting}_column", others)
+
+
+def _require_no_undesirable(rows: Rows, prompt: str, completion: str) -> None:
+    """Raise `UsageError` for rows of KTO, which say of answers that nobody wants them."""
+    if any(row.get("label") is False for row in rows.beginning):
+        raise UsageError(
+            "data.train holds answers that are not desirable",
+            have=f"{prompt}, {completion}, and false in the column label",
+            want="answers to learn",
+            do="start burnish dpo with method.loss={kto: 1.0}; "
+            f"or set data.completion_column={completion} to fine-tune on all of them",
+        )
 
 
 def prompt_column(data: DataConfig, rows: Rows) -> str:

@@ -118,11 +118,13 @@ class Rows:
 
     def has(self, name: str) -> bool:
         """Return whether there is a column; nested ones, with dots, in the first rows."""
-        return name in self.columns or any(value_at(row, name) is not None for row in self._first)
+        return name in self.columns or any(
+            value_at(row, name) is not None for row in self.beginning
+        )
 
     def has_values(self, name: str) -> bool:
         """Return whether a column has a value in any row; nested and streamed ones, in the first rows."""
-        if any(value_at(row, name) is not None for row in self._first):
+        if any(value_at(row, name) is not None for row in self.beginning):
             return True
         if name not in self.columns or self.is_streamed:
             return False
@@ -132,7 +134,8 @@ class Rows:
         return any(json.loads(text).get(name) is not None for text in self.table[_TEXT])
 
     @property
-    def _first(self) -> Iterable[Row]:
+    def beginning(self) -> Iterable[Row]:
+        """The first rows."""
         return self.span(0, min(LOOKED_AT, len(self)))
 
     def where(self, index: int) -> str:

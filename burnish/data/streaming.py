@@ -122,11 +122,12 @@ class StreamedRows(Rows):
     def columns(self) -> list[str]:
         """Columns of the first rows."""
         if not self._columns:
-            self._columns.update(dict.fromkeys(name for row in self._first for name in row))
+            self._columns.update(dict.fromkeys(name for row in self.beginning for name in row))
         return list(self._columns)
 
     @property
-    def _first(self) -> Iterator[Row]:
+    def beginning(self) -> Iterator[Row]:
+        """See `Rows.beginning`."""
         return map(self.__getitem__, range(min(LOOKED_AT, len(self.window(0)))))
 
     def where(self, index: int) -> str:

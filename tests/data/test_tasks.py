@@ -737,6 +737,14 @@ def test_missing_columns_are_named(rows_of, row, settings, message):
         examples(rows_of([row]), **settings)
 
 
+def test_answers_that_nobody_wants_are_trained_on_only_by_name(rows_of):
+    answers = [{"prompt": "a", "completion": each, "label": each == "b"} for each in "bc"]
+    with pytest.raises(UsageError, match="kto"):
+        examples(rows_of(answers))
+    assert len(examples(rows_of(answers), completion_column="completion")) == 2
+    assert len(examples(rows_of([each | {"label": int(each["label"])} for each in answers]))) == 2
+
+
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
