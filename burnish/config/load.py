@@ -227,9 +227,11 @@ class _Draft:
                 self._note_another_formulas(name, finding["input"])
             elif finding["type"] == "extra_forbidden":
                 self._note_unknown(name, finding["input"])
-            elif name not in noted and finding["type"] == "missing":
+            elif name in noted:
+                continue
+            elif finding["type"] == "missing" and isinstance(finding["loc"][-1], str):
                 self._note_misfit(name, "is not set", "nothing")
-            elif name not in noted:
+            else:
                 self._note_misfit(name, "has a value that does not fit", self._value_of(name))
             noted.add(name)
             if len(self.problems) >= _MOST_PROBLEMS:

@@ -120,6 +120,7 @@ def test_null_on_the_command_line(tmp_path: Path, written: str) -> None:
         ("rollout: {n: true}\n", [], ["rollout.n", "have: true"]),
         ("optim: {lr: .nan}\n", [], ["optim.lr", "have: NaN", "0 or"]),
         ("optim: {betas: [0.9, 1.5]}\n", [], ["optim.betas", "[0.9, 1.5]", "2 numbers"]),
+        ("optim: {betas: [0.9]}\n", [], ["optim.betas", "[0.9]", "2 numbers"]),
         ("steps:\n  a: 1\n", [], ["steps", '{"a": 1}', "null"]),
         ("model: {fresh: 3}\n", [], ["model.fresh", "have: 3", "null"]),
         ("name: [12]\n", [], ["name", "have: [12]"]),
