@@ -70,7 +70,8 @@ def test_it_is_bradley_and_terrys_model(work: Path, alone: Path) -> None:
     rows = metrics(alone)
     found = [row["train/loss"] for row in rows if "train/loss" in row]
     np.testing.assert_allclose(found, losses, rtol=1e-5)
-    near(load_model(alone), dict(model.state_dict()), 2e-5)
+    # A hundredth of a step: AdamW makes more of rounding where gradients are nearly 0.
+    near(load_model(alone), dict(model.state_dict()), 1e-4)
     assert rows[-1]["val/loss"] < rows[0]["val/loss"]
     assert rows[-1]["val/accuracy"] > 0.5
 
