@@ -137,7 +137,7 @@ def check(paths: Mapping[str, Path], cases: Sequence[Case], world: int, passes: 
     """The ranges of ranks differ with the buckets, so whole tensors are compared.
 
     Gradients of a second pass are added to the sum of the first, and four summands are added in another order in other buckets.
-    A shared expert that is computed again adds its gradient later. Such steps are the same up to rounding.
+    A shared expert that is computed again adds its gradient later. Such steps are the same up to rounding, which squares have twice.
     """
     told = [(paths[kind], settings, more) for kind, settings, more in cases]
     ranks = run_ranks(train_rank, world, told, passes)
@@ -148,7 +148,8 @@ def check(paths: Mapping[str, Path], cases: Sequence[Case], world: int, passes: 
             if passes == 1 and world < 4 and case[0] != "shared":
                 assert torch.equal(fast[name], tensor), (case, name)
             else:
-                assert_relative(fast[name], tensor, 1e-5, f"{case} {name}")
+                tolerance = 2e-5 if name.startswith("exp_avg_sq/") else 1e-5
+                assert_relative(fast[name], tensor, tolerance, f"{case} {name}")
 
 
 def together(ranks: Sequence[list[Piece]]) -> dict[str, Tensor]:
