@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.models.tiny import tiny_config
+from support.nightly import by_day
 from support.ranks.processes import run_ranks
 from support.runs.training_files import burnish, make_files
 
@@ -53,7 +54,7 @@ def on_rank(layout: Layout) -> list[tuple[float, ...]]:
     return [two, three, all_layers, counted(LAYERS, layout, whole=True)]
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", by_day((1, 2), (2,)))
 def test_a_narrow_model_makes_the_calls_of_the_whole_one(world: int) -> None:
     for two, three, narrow, whole in run_ranks(on_rank, world):
         assert narrow == whole
