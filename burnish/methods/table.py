@@ -98,6 +98,19 @@ def load_method(name: str) -> Method:
 
 
 def method_meant_by(config: RunConfig) -> Method:
-    """Return the training method that a configuration is written for: one that generates if there is a reward."""
-    trained = [method for method in METHODS.values() if method.trains]
-    return next(method for method in trained if method.generates == config.scores)
+    """Return the training method that a configuration is written for.
+
+    It generates if there is a reward. Of several, it is the first with the settings of the section `method`.
+    """
+    methods = [
+        method for method in METHODS.values() if method.trains and method.generates == config.scores
+    ]
+    return next((method for method in methods if _takes(method, config)), methods[0])
+
+
+def _takes(method: Method, config: RunConfig) -> bool:
+    try:
+        method.settings(config)
+    except UsageError:
+        return False
+    return True

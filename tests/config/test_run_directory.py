@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from burnish.config.load import read_config
+from burnish.config.schema import RunConfig
 from burnish.errors import UsageError
 from burnish.methods.table import METHODS, method_meant_by
 
@@ -58,3 +59,18 @@ def test_what_makes_no_sense(overrides: list[str], words: str) -> None:
     with pytest.raises(UsageError) as caught:
         METHODS["sft"].check(read_config(None, [*GOOD, *overrides]))
     assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("settings", "name"),
+    [
+        ({}, "sft"),
+        ({"label_smoothing": 0.1}, "sft"),
+        ({"loss": {"sigmoid": 1.0}}, "dpo"),
+        ({"beta": 0.2}, "dpo"),
+        ({"unknown": 1}, "sft"),
+    ],
+)
+def test_a_configuration_is_meant_for_the_method_that_has_its_settings(settings, name):
+    config = RunConfig.model_validate({"model": {"path": "m"}, "method": settings})
+    assert method_meant_by(config).name == name
