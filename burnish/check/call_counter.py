@@ -16,19 +16,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import PretrainedConfig
 
-from burnish.boxes.shards import Publication
-from burnish.check.comparison import RandomWeights, weighted_output
+from burnish.check.comparison import Material, RandomWeights, weighted_output
+from burnish.check.generation import made_generator
 from burnish.check.small_model import shrink_model
 from burnish.config.schema import EngineConfig, LoraConfig, OptimConfig
 from burnish.data.batching import make_batch
 from burnish.distributed.layout import Layout
 from burnish.engines.base import Part, compute_dtype
-from burnish.engines.factory import make_engine, settings_beside
-from burnish.models.meta_init import build_on_meta, count_flops, materialize
-from burnish.models.names import model_shards
+from burnish.engines.factory import make_engine
+from burnish.models.meta_init import count_flops
 from burnish.records import Example, Request
 from burnish.rollout.base import Sampling
-from burnish.rollout.builtin.generator import BuiltinGenerator
 
 SEQUENCES = 8
 """Sequences of a counted micro-batch, and completions that are drawn."""
@@ -146,10 +144,7 @@ def count_microbatch(
     Two steps, of one and of two micro-batches, are compared, so what happens once a step does not count. With `is_group` the sequences have
     one prompt. The loss has a few calls less than a method's own.
     """
-    settings = settings_beside(hf_config, config)
-    engine = make_engine(
-        hf_config, settings, OptimConfig(), layout=layout, device=device, lora=lora
-    )
+    engine = make_engine(hf_config, config, OptimConfig(), layout=layout, device=device, lora=lora)
     weights = RandomWeights()
     engine.load(weights, Part.FROZEN)
     engine.load(weights, Part.WEIGHTS)
@@ -190,19 +185,8 @@ def count_token(
     hf_config: PretrainedConfig, config: EngineConfig, device: torch.device
 ) -> TokenCounts:
     """Count the calls of the built-in generator, and its reads by the host, for a token of each completion."""
-    generator = BuiltinGenerator(
-        hf_config,
-        layout=Layout(),
-        device=device,
-        dtype=compute_dtype(config),
-        slots=SEQUENCES,
-        eos_token_ids=(),
-    )
-    model = build_on_meta(hf_config)
-    materialize(model, device)
-    weights = list(model_shards(model))
-    RandomWeights().fill(weights)
-    generator.load_weights(Publication(weights), version=0)
+    material = Material(hf_config, (), config, None)
+    generator, _ = made_generator(material, device, compute_dtype(config), SEQUENCES)
     prompt = np.arange(TOKENS // 2)
     counts = []
     for drawn in (_DRAWN, _DRAWN, 2 * _DRAWN):  # the first one compiles

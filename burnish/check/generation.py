@@ -35,7 +35,7 @@ _SLOTS = 3
 
 
 def made_generator(
-    material: Material, device: torch.device, dtype: torch.dtype
+    material: Material, device: torch.device, dtype: torch.dtype, slots: int = _SLOTS
 ) -> tuple[BuiltinGenerator, nn.Module]:
     """Return a generator with the material's weights, and its model."""
     generator = BuiltinGenerator(
@@ -43,7 +43,7 @@ def made_generator(
         layout=Layout(),
         device=device,
         dtype=dtype,
-        slots=_SLOTS,
+        slots=slots,
         eos_token_ids=(),
     )
     source, _ = packed_model(replace(material, lora=None), device)

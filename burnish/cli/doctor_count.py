@@ -157,7 +157,7 @@ def _planned(plan_for: Callable[[Devices], Planner], layout: Layout) -> Iterator
             f"{planner.work.budget} tokens, by work divided by speed"
         ),
     )
-    collected = planner.collected_bytes(plan)
-    if collected is not None and collected[0]:
-        gathered, reduced = map(bytes_text, collected)
+    exchanged = planner.fsdp_bytes(plan)
+    if exchanged is not None and exchanged[0]:
+        gathered, reduced = map(bytes_text, exchanged)
         yield "exchanged", f"{gathered} of weights and {reduced} of gradients for a micro-batch"

@@ -292,7 +292,9 @@ def _example(answer: Encoded, label: float) -> Example:
 
 
 def _words(message: Any) -> str:
-    return str(message.get("content") or message.get("value")) if isinstance(message, dict) else ""
+    if not isinstance(message, dict):
+        return ""
+    return str(message.get("content") or message.get("value") or "")
 
 
 def _is_whole(answer: Any) -> bool:

@@ -28,7 +28,8 @@ def require_same_vocabulary(
     tokens = {number: token for token, number in policys.items()}
     others = {number: token for token, number in own.items()}
     different = [number for number in sorted(tokens) if others.get(number) != tokens[number]]
-    for number in different[:1]:
+    if different:
+        number = different[0]
         theirs = repr(others[number]) if number in others else "none"
         raise IncompatibleError(
             f"{path} has another vocabulary, so it cannot score the tokens of model.path",
@@ -43,7 +44,8 @@ def tell_other_tokens(given: Mapping[str, int], path: str) -> None:
     """Warn if ids of the model's own tokens are other tokens in the vocabulary of `model.tokenizer`. Further tokens are no mistake."""
     own = {number: token for token, number in (vocabulary_of(path) or {}).items()}
     different = [token for token, number in given.items() if own.get(number, token) != token]
-    for token in different[:1]:
+    if different:
+        token = different[0]
         _log.warning(
             "model.tokenizer and the tokenizer of %s differ in %d of %d tokens: id %d is %r and %r",
             path,

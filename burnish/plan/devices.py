@@ -308,7 +308,7 @@ class Clock:
         passes = self._passes(engine, critic=critic)
         reductions = updates * (microbatches if engine.reduce_each_microbatch else 1)
         moved = 0.0
-        for gathered, reduced, shards in self._collected(engine, critic):
+        for gathered, reduced, shards in self._fsdp(engine, critic):
             moved += updates * microbatches * self._travel(gathered, shards)
             moved += reductions * self._travel(reduced, shards)
             if engine.replicas > 1:
@@ -323,12 +323,12 @@ class Clock:
             exchanged += self._travel((2 + again) * sent, engine.expert_parallel)
         return max(arithmetic, moved) + exchanged
 
-    def collected(self, engine: EngineConfig) -> tuple[float, float]:
+    def fsdp_bytes(self, engine: EngineConfig) -> tuple[float, float]:
         """Return bytes of weights that FSDP gathers on a rank for a micro-batch of the torch engine, and of gradients that it reduces."""
-        among = [(each, to) for each, to, shards in self._collected(engine, False) if shards > 1]
-        return sum(each for each, _ in among), sum(each for _, each in among)
+        parts = [part for part in self._fsdp(engine, False) if part[2] > 1]
+        return sum(part[0] for part in parts), sum(part[1] for part in parts)
 
-    def _collected(self, engine: EngineConfig, critic: bool) -> Iterator[tuple[float, float, int]]:
+    def _fsdp(self, engine: EngineConfig, critic: bool) -> Iterator[tuple[float, float, int]]:
         """Yield a micro-batch's bytes of weights that FSDP gathers on a rank, those of gradients that it reduces, and the ranks that share them.
 
         Experts are gathered among ranks with the same ones. Adapters count with the others.

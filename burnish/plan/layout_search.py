@@ -180,9 +180,9 @@ class Planner:
                 quickest = larger.work.budget, longer
         return quickest
 
-    def collected_bytes(self, plan: Plan) -> tuple[float, float] | None:
+    def fsdp_bytes(self, plan: Plan) -> tuple[float, float] | None:
         """Return bytes of weights that a rank gathers for a micro-batch, and of gradients that it reduces; None if Megatron moves them once a step."""
-        return None if plan.engine.kind == "megatron" else self._clock.collected(plan.engine)
+        return None if plan.engine.kind == "megatron" else self._clock.fsdp_bytes(plan.engine)
 
     def refusal(self, plan: Plan) -> UsageError:
         """Return the error of a plan that does not fit, with remedies."""
