@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -95,13 +95,15 @@ def load_config(config: Config | None = None, **settings: Any) -> RunConfig:
     return _loaded(config, settings)
 
 
-def _loaded(config: Config | None, settings: Mapping[str, Any]) -> RunConfig:
+def _loaded(
+    config: Config | None, settings: Mapping[str, Any], own: Collection[str] = ()
+) -> RunConfig:
     """Load settings, in which `data` may hold rows: a list, or an object of the `datasets` library."""
     if any(name.partition(".")[0] == "data" for name in settings):
         settings = _with_stored_rows(settings)
     if isinstance(config, Mapping) and "data" in config:
         config = _with_stored_rows(config)
-    return load_settings(config, settings)
+    return load_settings(config, settings, own)
 
 
 def _with_stored_rows(settings: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -152,7 +154,7 @@ def run(method: str | type[Method], /, config: Config | None = None, **settings:
         raise UsageError(
             f"{chosen.name} trains nothing", do="call burnish.evaluate, which returns its numbers"
         )
-    loaded = named_run(chosen, _loaded(config, settings))
+    loaded = named_run(chosen, _loaded(config, settings, chosen.Settings.model_fields))
     run_method(chosen, loaded)
     return Result(loaded.directory.absolute())
 

@@ -468,6 +468,7 @@ def _unknown_option(option: str, arguments: Namespace) -> UsageError:
     from burnish.config.keys import known_keys
     from burnish.config.short_names import full_name
     from burnish.config.suggestions import suggestion
+    from burnish.methods.table import METHODS
 
     name, _, value = option.lstrip("-").partition("=")
     key = name.replace("-", "_")
@@ -478,7 +479,8 @@ def _unknown_option(option: str, arguments: Namespace) -> UsageError:
         want = "--dry-run"
         do = f"settings have no dashes: write {key}={value or 'VALUE'}"
     else:
-        want, do = suggestion(key)
+        method = METHODS.get(getattr(arguments, "method", ""))
+        want, do = suggestion(key, None, method.Settings.model_fields if method else ())
         known = [each for each in _OPTIONS if hasattr(arguments, each[2:].replace("-", "_"))]
         do = (do.startswith("see") and did_you_mean(option.partition("=")[0], known)) or do
     return UsageError(f"there is no option {option}", have=option, want=want, do=do)

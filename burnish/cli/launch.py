@@ -33,7 +33,8 @@ def supervise(args: Namespace, method: Method) -> None:
             "torchrun has started this process, so it cannot start the run's processes",
             do="leave out torchrun, or --processes and --ray",
         )
-    config = method.named(read_config(args.config, args.overrides))
+    own = method.Settings.model_fields
+    config = method.named(read_config(args.config, args.overrides, own))
     argv = [*method.command, *filter(None, [args.config]), *args.overrides]
     rollout = config.rollout
     servers = rollout.servers if method.generates and rollout.place == "servers" else 0
@@ -58,7 +59,8 @@ def launcher_of(
 def submit_run(args: Namespace) -> None:
     """Submit a run to a Ray cluster as a job, and follow it."""
     method = load_method(args.kind)
-    method.check(read_config(args.config, args.overrides), args.processes)
+    own = method.Settings.model_fields
+    method.check(read_config(args.config, args.overrides, own), args.processes)
     with refusing("Ray is not installed", do=install("ray")):
         from burnish.launch import ray_jobs
     argv = [*method.command, *filter(None, [args.config]), *args.overrides, "--ray", "auto"]

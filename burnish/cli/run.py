@@ -24,7 +24,7 @@ def run_given(args: Namespace) -> None:
     if file and not method.trains:
         file, run_dir = config_at(file)
         overrides = overrides if file else [f"model.path={json.dumps(args.config)}", *overrides]
-    config = read_config(file, overrides)
+    config = read_config(file, overrides, method.Settings.model_fields)
     layout = place_of(os.environ).layout
     devices = getattr(args, "devices", None)
     as_json = getattr(args, "json", False)

@@ -10,7 +10,7 @@ import inspect
 import json
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from operator import attrgetter
@@ -43,23 +43,25 @@ _MOST_PROBLEMS = 20
 """Most problems in one error; nobody mends more at a time."""
 
 
-def read_config(path: str | Path | RunConfig | None, overrides: Sequence[str] = ()) -> RunConfig:
+def read_config(
+    path: str | Path | RunConfig | None, overrides: Sequence[str] = (), own: Collection[str] = ()
+) -> RunConfig:
     """Read `path` (None: only defaults; or a loaded configuration), then apply overrides `a.b=c` in order.
 
     A value is YAML (`optim.lr=1e-6`, `data.train=[a.jsonl]`, `steps=null`). One value stands for a list of one, or for a mapping
     with its main key (`reward.functions=numeric`, `model=DIR`). An override of a section (`rollout={n: 4}`) changes the keys it
-    names; a list is replaced.
+    names; a list is replaced. `own` are the settings of the method's own, which an error may name.
 
     Raises `MissingError` for an absent file, and `UsageError` for broken YAML, unknown keys and wrong values.
     """
-    return load_with_origins(path, overrides)[0]
+    return load_with_origins(path, overrides, own)[0]
 
 
 def load_with_origins(
-    path: str | Path | RunConfig | None, overrides: Sequence[str] = ()
+    path: str | Path | RunConfig | None, overrides: Sequence[str] = (), own: Collection[str] = ()
 ) -> tuple[RunConfig, Mapping[str, str]]:
     """Return the configuration and the origin of each setting: FILE:LINE, "command line" or "default"."""
-    draft = _Draft()
+    draft = _Draft(own)
     subject = "the command line"
     if isinstance(path, RunConfig):
         draft.set_all(_plain(path.model_dump(exclude_unset=True)), _RECORDED)
@@ -79,12 +81,13 @@ def load_with_origins(
 def load_settings(
     source: str | os.PathLike[str] | Mapping[str, Any] | RunConfig | None,
     settings: Mapping[str, Any],
+    own: Collection[str] = (),
 ) -> RunConfig:
     """Return the configuration of a file, mappings or another configuration (None: only defaults), with `settings` applied.
 
     `settings` has sections as mappings (`optim={"lr": 1e-5}`), dotted keys or short names. Raises as `read_config` does.
     """
-    draft = _Draft()
+    draft = _Draft(own)
     if isinstance(source, str | os.PathLike):
         draft.take(read_document(source), str(source))
     elif source is not None:
@@ -129,6 +132,8 @@ def _plain(value: Any) -> Any:
 class _Draft:
     """Values of a future `RunConfig`, with origins and problems."""
 
+    own: Collection[str]
+    """The settings of the method's own."""
     values: dict[str, Any] = field(default_factory=dict)
     origins: dict[str, str] = field(default_factory=dict)
     """By path; a path inside a value that was set as a whole has none."""
@@ -267,7 +272,7 @@ class _Draft:
             for part, inner in value.items():
                 self._note_unknown(f"{name}.{part}", inner)
             return
-        want, do = suggestion(name, value)
+        want, do = suggestion(name, value, self.own)
         origin = _origin(self.origins, name)
         have = redacted(f"{name}: {_shown(value)}")
         self.problems.append(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from difflib import SequenceMatcher
 from typing import Any
 
@@ -26,6 +26,14 @@ METHODS_ELSEWHERE: Mapping[str, str] = {
     "train": "write burnish sft or burnish rl",
 }
 """What to do instead of a command that another framework has."""
+_OF_METHODS: Mapping[str, str] = {
+    "center_rewards_coefficient": "center",
+    "loss_type": "loss",
+    "pref_beta": "beta",
+    "pref_loss": "loss",
+    "rl_beta": "beta",
+}
+"""Settings of methods that other frameworks call otherwise."""
 _LONGEST = 100
 """Most characters of a name that could be a misspelt key."""
 _LEAST_LIKENESS = 0.75
@@ -34,9 +42,18 @@ _OF_LAST_PARTS = 0.92
 _OF_WHOLE_NAMES = 0.1
 
 
-def suggestion(name: str, value: Any = None) -> tuple[str, str]:
-    """Return `want` and `do` of the error for an unknown key (`trainer.save_freq`, `rolout.n`) and its value."""
+def suggestion(name: str, value: Any = None, own: Collection[str] = ()) -> tuple[str, str]:
+    """Return `want` and `do` of the error for an unknown key (`trainer.save_freq`, `rolout.n`) and its value.
+
+    `own` are the settings of the method's own. They count before those of other methods.
+    """
     name = plain_name(name)
+    if name in own:
+        text = "VALUE" if value is None else one_line(value)
+        return f"method.{name}, a setting of this method", f"write method.{name}={text}"
+    if _OF_METHODS.get(name) in own:
+        key = f"method.{_OF_METHODS[name]}"
+        return f"{key}, which is called {name} elsewhere", f"set {key}"
     # Another framework's name of a sampling setting does not say which completions are meant.
     if {f"rollout.{name}", f"evaluation.{name}"} <= known_keys().keys():
         return _of_unknown(name)

@@ -10,10 +10,13 @@ import pytest
 import yaml
 
 from burnish.config import foreign_names as foreign_names_package
+from burnish.config import suggestions
 from burnish.config.foreign_names import foreign_names
 from burnish.config.keys import known_keys, plain_name
 from burnish.config.load import load_settings
 from burnish.config.suggestions import nearest, suggestion
+from burnish.errors import UsageError
+from burnish.methods.table import METHODS
 
 PATHS = sorted(Path(foreign_names_package.__file__).parent.glob("*.yaml"))
 TABLES = [yaml.safe_load(path.read_text()) for path in PATHS]
@@ -179,6 +182,30 @@ def test_what_is_said_of_names_from_elsewhere_names_keys_that_exist() -> None:
     named = [text.partition(":")[0] for text in DIFFERENT.values()] + [*RENAMED.values()]
     parts = [re.sub(r" \(.*?\)", "", each).split(" and ") for each in named]
     assert [each for names in parts for each in names if each not in KEYS] == []
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "do"),
+    [
+        ("beta", 0.2, "write method.beta=0.2"),
+        ("label_smoothing", 0.1, "write method.label_smoothing=0.1"),
+        ("desirable_weight", 2.0, "write method.desirable_weight=2.0"),
+        ("loss_type", "ipo", "set method.loss"),
+        ("learning_rate", 1e-5, "write optim.lr=1.0e-05"),
+    ],
+)
+def test_a_methods_own_settings_are_meant_first(name: str, value: object, do: str) -> None:
+    own = METHODS["dpo"].Settings.model_fields
+    assert suggestion(name, value, own)[1] == do
+    for given in ({name: value}, {"method.loss": {"sigmoid": 1}, name: value}):
+        with pytest.raises(UsageError) as caught:
+            load_settings(given, {}, own)
+        assert caught.value.do == do
+
+
+def test_every_methods_setting_from_elsewhere_exists() -> None:
+    own = {name for method in METHODS.values() for name in method.Settings.model_fields}
+    assert set(suggestions._OF_METHODS.values()) <= own
 
 
 def test_beta_is_that_of_either_method() -> None:
