@@ -22,7 +22,13 @@ from pydantic import ValidationError
 from burnish.config.algorithm import FORMULAS
 from burnish.config.credentials import refused_credentials, without_credentials
 from burnish.config.keys import Key, known_keys, plain_name
-from burnish.config.parsing import MOST_CHARACTERS, Document, parse_document, parse_value
+from burnish.config.parsing import (
+    MOST_CHARACTERS,
+    Document,
+    NotYAMLError,
+    parse_document,
+    parse_value,
+)
 from burnish.config.schema import RunConfig
 from burnish.errors import BurnishError, MissingError, UsageError, refusing, together
 from burnish.functions import did_you_mean, name_of
@@ -163,7 +169,7 @@ class _Draft:
             parsed = parse_value(written, name, name)
             self.set(name, _fitted(name, parsed.values, parsed.written), COMMAND_LINE)
         except UsageError as error:
-            reason = error.problem.rpartition("is not YAML: ")[2]
+            reason = error.reason if isinstance(error, NotYAMLError) else error.problem
             self.problems.append(
                 UsageError(
                     f"the value of {name} on the command line is not YAML",

@@ -110,6 +110,13 @@ class _Loader(CoreLoader):
         return super().construct_mapping(node, deep)
 
 
+class NotYAMLError(UsageError):
+    """A text is not YAML."""
+
+    reason = ""
+    """Why, without the place."""
+
+
 @dataclass(frozen=True, slots=True)
 class Document:
     """The content of a YAML text."""
@@ -139,7 +146,7 @@ def parse_document(text: str, source: str) -> Document:
 
 
 def parse_value(text: str, source: str, path: str = "") -> Document:
-    """Read one value, such as an override of `path`. Raises `UsageError`."""
+    """Read one value, such as an override of `path`. Raises `NotYAMLError`, or `UsageError` for what settings do not take."""
     if len(text) > MOST_CHARACTERS:
         raise UsageError(
             f"{source} is too long for settings",
@@ -174,12 +181,15 @@ def parse_value(text: str, source: str, path: str = "") -> Document:
         mark = error.problem_mark or error.context_mark
         line = mark.line if mark else 0
         rows = text.splitlines() or [""]
-        raise UsageError(
-            f"{source}:{line + 1} is not YAML: {error.problem or error.context}",
+        reason = error.problem or error.context or ""
+        refused = NotYAMLError(
+            f"{source}:{line + 1} is not YAML: {reason}",
             have=rows[min(line, len(rows) - 1)].strip()[:_LONGEST_SHOWN] or "the end of the text",
             want="`key: value` lines, indented with spaces",
             do=f"correct line {line + 1} or the one before it",
-        ) from error
+        )
+        refused.reason = reason
+        raise refused from error
 
 
 def _below(node: yaml.Node, path: str) -> Iterator[tuple[str, yaml.Node, yaml.Node]]:

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
+import yaml
 from hypothesis import given
 from support.fuzz.configurations import sections
 from support.nightly import draws
@@ -285,3 +286,14 @@ def test_a_number_that_is_too_large_is_called_so() -> None:
     with pytest.raises(UsageError) as error:
         read_config(None, [f"seed={2**64}"])
     assert "64 bits" in str(error.value.have)
+
+
+def test_a_value_that_is_not_yaml_has_yamls_own_reason() -> None:
+    with pytest.raises(yaml.MarkedYAMLError) as found:
+        yaml.safe_load("[a")
+    with pytest.raises(UsageError) as caught:
+        read_config(None, ["rollout.stop=[a"])
+    assert caught.value.have == f'"[a": {found.value.problem}'
+    with pytest.raises(UsageError) as caught:
+        read_config(None, ["model.fresh={is not YAML: 1, is not YAML: 2}"])
+    assert "a second time" in str(caught.value.have)
