@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import numpy.typing as npt
 import xxhash
@@ -30,7 +32,8 @@ def split_off(rows: Rows, share: str) -> tuple[Rows, Rows]:
             want=f"more rows than the {count} of {share}",
             do="lower data.validation, or name a file of its own",
         )
-    return rows.chosen(np.flatnonzero(~is_held_out)), rows.chosen(np.flatnonzero(is_held_out))
+    rest = replace(rows.chosen(np.flatnonzero(~is_held_out)), has_share=True)
+    return rest, rows.chosen(np.flatnonzero(is_held_out))
 
 
 def _hashes(rows: Rows) -> npt.NDArray[np.uint64]:

@@ -89,6 +89,7 @@ class RankedRows(Rows):
             lists=rows,
             settings=settings,
             pairs=array,
+            has_share=rows.has_share,
         )
 
     def __len__(self) -> int:

@@ -61,6 +61,8 @@ class Rows:
     """Whether rows are read during training, and so not counted."""
     numbers: npt.NDArray[np.int64] | None = field(default=None, kw_only=True)
     """Their numbers in the files, which grow; None if no row before the last is left out."""
+    has_share: bool = field(default=False, kw_only=True)
+    """Whether the files' other rows are held out. Those tell what is true of all."""
 
     def __len__(self) -> int:
         return len(self.table)

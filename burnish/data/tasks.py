@@ -238,7 +238,8 @@ class RowDataset(ItemSequence[Item]):
             logger.warning("%s", warning)
 
     def _notice_raw(self, column: str) -> None:
-        if self._data.string_prompts == "raw" and self._tokenizer.chat_template:
+        is_raw = self._data.string_prompts == "raw" and self._tokenizer.chat_template
+        if is_raw and not self.rows.has_share:
             logger.warning(
                 "prompts in %r of %s are strings and are used as they are, although the tokenizer has a chat template; "
                 "data.string_prompts=user makes each a user's message",

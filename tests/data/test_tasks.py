@@ -14,9 +14,13 @@ from support.models.tokenizers import CHATML, CHATML_MARKED, char_tokenizer
 from support.ranks.processes import RankFailed, run_ranks
 from transformers import PretrainedConfig
 
+from burnish.config.preferences import PairSettings
 from burnish.config.schema import DataConfig, RunConfig
 from burnish.data import tasks
 from burnish.data.examples import ExampleDataset
+from burnish.data.held_out import split_off
+from burnish.data.preferences import PreferenceDataset
+from burnish.data.ranked_rows import RankedRows
 from burnish.data.sources import load_rows
 from burnish.data.tasks import PromptDataset
 from burnish.distributed.layout import Layout
@@ -41,6 +45,12 @@ def prompts(rows, **settings):
 
 def examples(rows, max_length=None, **settings):
     return ExampleDataset(rows, TOKENIZER, DataConfig(**settings), max_length)
+
+
+def ranked(rows):
+    settings = PairSettings()
+    rows = RankedRows.of(rows, settings)
+    return PreferenceDataset(rows, TOKENIZER, DataConfig(), settings, 64)
 
 
 def trained(example):
@@ -159,6 +169,19 @@ def test_string_prompts_are_used_as_they_stand_with_a_warning(rows_of, caplog):
 
 
 SYSTEM = {"role": "system", "content": "be brief"}
+
+
+@pytest.mark.parametrize("kind", ["prompts", "examples", "ranked"])
+def test_a_share_of_the_rows_is_warned_of_once(rows_of, caplog, kind):
+    answers = {"completions": ["a", "b"], "scores": [1.0, 2.0]} if kind == "ranked" else {}
+    rows = rows_of([{"prompt": str(n), "completion": "c", **answers} for n in range(8)])
+    make = {"prompts": prompts, "examples": examples, "ranked": ranked}[kind]
+    for part in split_off(rows, "25%"):
+        make(part)
+    assert caplog.text.count("data.string_prompts=user") == 1
+    caplog.clear()
+    make(split_off(rows, "25%")[1])  # as burnish eval does
+    assert caplog.text.count("data.string_prompts=user") == 1
 
 
 def test_string_prompts_can_be_what_a_user_asks(rows_of):
