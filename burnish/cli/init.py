@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 from argparse import Namespace
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from string import Template
 from typing import Any
@@ -14,6 +16,7 @@ from burnish.config.document import one_line
 from burnish.config.schema import DataConfig
 from burnish.data.columns import answer_column, is_data
 from burnish.data.preference_columns import answer_columns
+from burnish.errors import refusing
 from burnish.method import Method
 from burnish.methods.pairs import PairMethod
 from burnish.methods.table import METHODS
@@ -34,27 +37,39 @@ _MANY_ROWS = 2_000
 
 
 def init(args: Namespace) -> None:
-    """Write the files into the working directory. A file of the same name and other content stays; the new one gets a number."""
+    """Write the files into the working directory, or none if anything is refused.
+
+    A file of the same name and other content stays; the new one gets a number.
+    """
+    with ExitStack() as undo:
+        said = _write_all(args, undo)
+        undo.pop_all()
+    print_text("\n".join(said))
+
+
+def _write_all(args: Namespace, undo: ExitStack) -> list[str]:
+    """Write the files, and return what there is to say. `undo` removes them."""
     method = METHODS[args.kind]
     if args.model and Path(args.model).expanduser().exists():
         require_model(args.model, "MODEL")
     data = args.data or _DATA
-    files = {} if args.data else {_DATA: _sums(method)}
-    _write(files)
+    said: list[str] = []
+    write = partial(_write, said=said, undo=undo)
+    if not args.data:
+        write(_DATA, _sums(method))
     is_here = os.path.exists(data) or is_data(data)
     rows = _rows(method, data) if is_here else None
     values = {"model": one_line(args.model or _MODEL), "data": one_line(data), **_proposed(rows)}
     values["lora"] = "  lora: {rank: 16}\n" if args.lora else ""
     values["lr"] = f"{method.lora_lr if args.lora else method.lr:.1e}".replace("e-0", "e-")
-    files = {}
     if method.generates:
         column = answer_column(DataConfig(), rows) if rows is not None else "answer"
         name = "correct" if column else "brief"
         first, _, below = (column or "").partition(".")
         right = f'each["{below}"]' if below else "each"
         reward = Template((_STARTERS / f"{name}.txt").read_text())
-        files = {"rewards.py": reward.substitute(column=first, right=right)}
-        values["function"] = f"{_write(files)['rewards.py']}:{name}"
+        path = write("rewards.py", reward.substitute(column=first, right=right))
+        values["function"] = f"{path}:{name}"
     values["loss"] = _LOSS
     if rows is not None and isinstance(method, PairMethod):
         is_single = answer_columns(DataConfig(), rows, method.Settings()) == ("completion",)
@@ -63,31 +78,33 @@ def init(args: Namespace) -> None:
     text = Template((_STARTERS / starter).read_text())
     looked = _look(method, text.substitute(values, lengths="")) if is_here else None
     values["lengths"] = "" if looked is None else looked.proposed
-    path = _write({starter: text.substitute(values)})[starter]
+    path = write(starter, text.substitute(values))
     if looked is not None:
-        print_text(f"{looked.text}\n")
-    print_text(
+        said.append(f"{looked.text}\n")
+    elif is_here:
+        said.append("The model is not on this machine yet, so no row is tokenized.\n")
+    said.append(
         f"burnish {method.name} {path} --dry-run    checks it, and estimates memory and time"
     )
-    print_text(f"burnish {method.name} {path}")
+    said.append(f"burnish {method.name} {path}")
+    return said
 
 
-def _write(files: dict[str, str]) -> dict[str, str]:
-    """Write files, and return their names by the wanted ones. A file with the same content stays."""
-    names = {}
-    for wanted, content in files.items():
-        path = Path(wanted)
-        number = 2
-        while os.path.lexists(path) and not _holds(path, content):
-            path = Path(wanted).with_stem(f"{Path(wanted).stem}-{number}")
-            number += 1
-        if os.path.lexists(path):
-            print_text(f"{path} is there already, and stays")
-        else:
-            path.write_text(content)
-            print_text(f"wrote {path}")
-        names[wanted] = str(path)
-    return names
+def _write(wanted: str, content: str, said: list[str], undo: ExitStack) -> str:
+    """Write a file, and return its name. A file with the same content stays."""
+    path = Path(wanted)
+    number = 2
+    while os.path.lexists(path) and not _holds(path, content):
+        path = Path(wanted).with_stem(f"{Path(wanted).stem}-{number}")
+        number += 1
+    if os.path.lexists(path):
+        said.append(f"{path} is there already, and stays")
+        return str(path)
+    undo.callback(path.unlink, missing_ok=True)
+    with refusing(f"{path} cannot be written", do="change to a directory that you may write to"):
+        path.write_text(content)
+    said.append(f"wrote {path}")
+    return str(path)
 
 
 def _holds(path: Path, content: str) -> bool:
@@ -128,7 +145,6 @@ def _look(method: Method, text: str) -> Any:
 
     settings = yaml.safe_load(text)
     if not Path(settings["model"]["path"]).is_dir():
-        print_text("The model is not on this machine yet, so no row is tokenized.\n")
         return None
     from burnish.cli.first_look import first_look
 

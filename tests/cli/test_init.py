@@ -133,6 +133,28 @@ def test_data_that_the_command_cannot_read_are_refused(here: Path) -> None:
     assert [path.name for path in here.iterdir()] == ["rows.jsonl"]
 
 
+def test_nothing_is_written_if_anything_is_refused(
+    model: str, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (here / "rows.jsonl").write_text('{"prompt": "1+1="}\n{"prompt": 5}\n')
+    assert main(["init", "rl", model, "rows.jsonl"]) == 2
+    save_tiny(here / "mute", vocab_size=100)
+    assert main(["init", "rl", "mute"]) != 0
+    (here / "rl.yaml").mkdir()
+    assert {path.name for path in here.iterdir()} == {"rows.jsonl", "mute", "rl.yaml"}
+    assert "wrote" not in capsys.readouterr().out
+
+
+def test_a_directory_that_takes_no_files_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    assert main(["init", "rl"]) == 2
+
+
 def test_ids_of_a_hub_are_taken_as_they_are(here: Path) -> None:
     assert main(["init", "sft", "Qwen/Qwen3-0.6B@main", "trl-lib/Capybara"]) == 0
     config = read_config("sft.yaml")
