@@ -118,6 +118,7 @@ class GroupMember:
         self._buffer = torch.empty(0, dtype=torch.uint8, device=device)
         self._group: Broadcaster | None = None
         self._has_left = False
+        self._leaving = threading.Lock()
         self._limit: threading.Timer | None = None
         connect = min(_CONNECT_SECONDS, timeout / 2)
         store = TCPStore(
@@ -190,9 +191,9 @@ class GroupMember:
 
     def acknowledge(self, unread: int = 0) -> None:
         """Take note that others have read a broadcast, and that they have not read so many yet."""
-        if self._limit is not None:
-            self._limit.cancel()
-            self._limit = None
+        limit, self._limit = self._limit, None
+        if limit is not None:
+            limit.cancel()
         if unread:
             self._begin_limit()
 
@@ -234,7 +235,8 @@ class GroupMember:
     def leave(self) -> None:
         """End the group, from any thread."""
         self._has_left = True
-        group, self._group = self._group, None
+        with self._leaving:  # the limit's thread may call it too, and a group ends once
+            group, self._group = self._group, None
         self.acknowledge()
         if group is not None:
             group.abort()

@@ -9,6 +9,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from multiprocessing.connection import Connection
 from types import SimpleNamespace
@@ -303,7 +304,7 @@ def member_of(group: Deaf, store: Any, timeout: float) -> GroupMember:
     member = GroupMember.__new__(GroupMember)
     vars(member).update(
         id="", kind="", _device=CPU, _timeout=timeout, _buffer=torch.empty(0, dtype=torch.uint8),
-        _group=group, _has_left=False, _limit=None, _store=store,
+        _group=group, _has_left=False, _limit=None, _store=store, _leaving=threading.Lock(),
     )  # fmt: skip
     return member
 
@@ -337,6 +338,30 @@ def test_a_sender_that_gets_no_acknowledgement_ends_the_group_though_its_thread_
     assert deaf.aborts == 1
     with pytest.raises(ValueError, match="ended"):
         member.send(torch.zeros(1, dtype=torch.uint8))
+
+
+def test_two_threads_that_leave_end_the_group_once() -> None:
+    """Each thread is slow between its look at the group and its change."""
+    deaf = Deaf()
+    member = member_of(deaf, None, 60.0)
+    names = ("_group", "_limit")
+    values = {name: vars(member).pop(name) for name in names}
+
+    def slow(name: str) -> property:
+        def read(_: GroupMember) -> Any:
+            value = values[name]
+            time.sleep(0.1)
+            return value
+
+        return property(read, lambda _, value: values.update({name: value}))
+
+    member.__class__ = type("Slow", (GroupMember,), {name: slow(name) for name in names})
+    member._limit = threading.Timer(60.0, member.leave)
+    with ThreadPoolExecutor(2) as pool:
+        for left in [pool.submit(member.leave) for _ in range(2)]:
+            left.result()
+    assert deaf.aborts == 1
+    assert values == {"_group": None, "_limit": None}
 
 
 class TestWhoJoins:
