@@ -166,6 +166,23 @@ def test_layers_that_peft_cannot_adapt_are_left_out_and_named(
     assert adapted
 
 
+@pytest.mark.parametrize("targets", [[], ["k_proj"]])
+def test_a_rank_above_the_shorter_side_of_a_matrix_is_warned_of(
+    targets: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    config = tiny_config("llama")
+    model = build_on_meta(config)
+    Adapter(model, LoraConfig(rank=1, targets=targets))
+    adapted: list[Any] = [each for each in model.modules() if hasattr(each, "lora_A")]
+    most = min(min(layer.in_features, layer.out_features) for layer in adapted)
+    warn_of_unadapted(LoraConfig(rank=most, targets=targets), config)
+    assert not caplog.records
+    warn_of_unadapted(LoraConfig(rank=most + 1, targets=targets), config)
+    (record,) = caplog.records
+    assert "model.lora.rank" in record.getMessage()
+    assert "k_proj" in record.getMessage()
+
+
 def test_transposed_layers_are_merged_as_peft_does() -> None:
     """GPT-2 keeps Wᵀ."""
     config = AutoConfig.for_model("gpt2", vocab_size=VOCAB, n_embd=32, n_layer=1, n_head=4)

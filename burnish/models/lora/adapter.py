@@ -414,11 +414,19 @@ def count_trained(hf_config: PretrainedConfig, config: LoraConfig) -> int:
 
 
 def warn_of_unadapted(config: LoraConfig, hf_config: PretrainedConfig) -> None:
-    """Name the linear layers that `config` would adapt by default, and cannot, and tied tables that it trains unnamed."""
+    """Name linear layers that `config` would adapt by default, and cannot; tied tables that it trains unnamed; and layers with too large a rank."""
     warn_of_ties(config, hf_config)
+    model = build_on_meta(hf_config)
+    sides = {n: min(model.get_parameter(n).shape[-2:]) for n in target_weights(model, config)}
+    if narrow := [name for name, side in sides.items() if side < config.rank]:
+        _log.warning(
+            "model.lora.rank %d is more than %s can use: a rank above the shorter side of a matrix, here %d, costs memory and adds nothing",
+            config.rank,
+            few(kinds_of(narrow)),
+            min(sides[name] for name in narrow),
+        )
     if config.targets:
         return
-    model = build_on_meta(hf_config)
     layers = _linear_weights(model)
     adapted = _default_targets(model, layers)
     if left_out := [name for name in kinds_of(layers) if name not in adapted]:
