@@ -8,6 +8,8 @@ from itertools import chain, takewhile
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
+import xxhash
 from transformers import PreTrainedTokenizerBase
 
 from burnish.config.preferences import PairSettings
@@ -24,13 +26,13 @@ from burnish.data.preference_columns import (
 )
 from burnish.data.sources import Rows
 from burnish.distributed.layout import Layout
-from burnish.errors import UsageError
+from burnish.errors import UsageError, count_text, few
 from burnish.records import Example, TokenIds
 from burnish.tracking.progress import Progress
 
 _SUBSET = "subset"
-_FARTHEST = 64
-"""Most rows in which to look for another prompt."""
+_SPAN = 1024
+"""Rows that are read together."""
 
 
 class PreferenceDataset(AnswerRows[tuple[Example, ...]]):
@@ -93,13 +95,7 @@ class PreferenceDataset(AnswerRows[tuple[Example, ...]]):
         self._scan(progress)
         # A batch of streamed rows joins its own prompts and answers.
         self._is_joined = self._is_of_answers and not rows.is_streamed
-        if self._is_joined and len(self) < 2:
-            raise UsageError(
-                "kto reads each prompt with the answer to another one too",
-                have="1 row",
-                want="at least 2 rows in each file set, with different prompts",
-                do="add rows, or choose another method.loss",
-            )
+        self._others = self._with_another_prompt() if self._is_joined else self._usable
 
     def _measure(self, indices: range, rows: list[Row]) -> list[tuple[int, bytes]]:
         measured = []
@@ -123,7 +119,7 @@ class PreferenceDataset(AnswerRows[tuple[Example, ...]]):
         """Return rows' answers."""
         read = [*indices]
         if self._is_joined:
-            read += [self._other(index) for index in indices]
+            read += self._others[np.searchsorted(self._usable, indices)].tolist()
         rows = [self.rows[index] for index in read]
         encoded = self._encode(read, rows)
         self._warn_streamed()
@@ -136,21 +132,49 @@ class PreferenceDataset(AnswerRows[tuple[Example, ...]]):
         others = ([_example(each, 0.0) for each in other] for other in encoded[len(items) :])
         return [joined(item, other, self.limit) for item, other in zip(items, others, strict=True)]
 
+    def joined_within(self, items: Sequence[Sequence[Example]]) -> list[tuple[Example, ...]]:
+        """Return streamed items, each joined with the nearest one before it, or from the end, that has another prompt.
+
+        If all have one prompt, each is joined with another answer to it, and that is said once.
+        """
+        prompts = [_prompt(item[0]).tobytes() for item in items]
+        if len({*prompts}) == 1:
+            text = (
+                "a step has rows of one prompt only, so that kto's reference point is of answers to it; "
+                "set data.shuffle=true, raise batch.examples or remove data.streaming"
+            )
+            self._encoder.unread.note("one prompt", text)
+            self._warn_streamed()
+
+        def other(place: int) -> int:
+            backward = range(place - 1, place - len(items), -1)
+            differing = (near for near in backward if prompts[near] != prompts[place])
+            return next(differing, place - 1)
+
+        return [joined(item, items[other(place)], self.limit) for place, item in enumerate(items)]
+
     def subsets(self, indices: Sequence[int]) -> list[str]:
         """Return what items' rows have in the column `subset`; "" for nothing."""
         rows = (self.rows[index] for index in self._usable[list(indices)].tolist())
         return [str(row.get(_SUBSET) or "") for row in rows]
 
-    def _other(self, index: int) -> int:
-        """Return the nearest row before this one that has another prompt."""
-        place = int(np.searchsorted(self._usable, index))
-        prompt = self._asked(self.rows[index])
-        other = index
-        for back in range(1, min(_FARTHEST, len(self))):
-            other = int(self._usable[(place - back) % len(self)])
-            if self._asked(self.rows[other]) != prompt:
-                break
-        return other
+    def _with_another_prompt(self) -> npt.NDArray[np.int64]:
+        """Return, for each item, the nearest row before its own that has another prompt. Raises `UsageError` if there is none."""
+        starts = range(0, len(self.rows), _SPAN)
+        rows = chain.from_iterable(self.rows.span(at, at + _SPAN) for at in starts)
+        asked = (xxhash.xxh3_64_intdigest(repr(self._asked(row)).encode()) for row in rows)
+        prompts = np.fromiter(asked, np.uint64, len(self.rows))[self._usable]
+        begins = np.flatnonzero(prompts != np.roll(prompts, 1))
+        if not len(begins):
+            raise UsageError(
+                "kto reads each prompt with the answer to another one too, for its reference point",
+                have=f"{count_text(len(self), 'row')} of {few(self.rows.files)}, all with one prompt",
+                want="rows with at least two prompts, also to validate with",
+                do="add rows with other prompts, or choose another method.loss",
+            )
+        # The rows of one prompt that follow each other share what comes before the first of them.
+        first = begins[np.searchsorted(begins, np.arange(len(self)), side="right") - 1]
+        return self._usable[first - 1]
 
     def _asked(self, row: Row) -> Any:
         """Return what tells rows of different prompts apart."""
@@ -258,20 +282,6 @@ def joined(
     """Return an item's answers, after each one its prompt with the answer to another one, up to the limit."""
     pairs = ((own, _mismatched(own, each, limit)) for own, each in zip(item, other, strict=True))
     return tuple(chain.from_iterable(pairs))
-
-
-def joined_within(
-    items: Sequence[Sequence[Example]], limit: int | None
-) -> list[tuple[Example, ...]]:
-    """Return `joined` items: each with the nearest one before it, or from the end, that has another prompt."""
-    prompts = [_prompt(item[0]).tobytes() for item in items]
-
-    def other(place: int) -> int:
-        backward = range(place - 1, place - len(items), -1)
-        differing = (near for near in backward if prompts[near] != prompts[place])
-        return next(differing, place - 1)
-
-    return [joined(item, items[other(place)], limit) for place, item in enumerate(items)]
 
 
 def _prompt(answer: Example) -> TokenIds:

@@ -208,11 +208,11 @@ class DPO(PairMethod):
             return super().batch(dataset, rows, models, layout)
         items = dataset.items(rows)
         if models.config.data.streaming:
-            from burnish.data.preferences import joined_within
+            from burnish.data.preferences import PreferenceDataset
             from burnish.data.streaming import Stream
 
-            if isinstance(dataset, Stream):
-                items = joined_within(items, dataset.parts[0].limit)
+            if isinstance(dataset, Stream) and isinstance(dataset.parts[0], PreferenceDataset):
+                items = dataset.parts[0].joined_within(items)
         answers, mismatched = ([item[part::2] for item in items] for part in (0, 1))
         beside = batch_of(mismatched, models, layout)
         return replace(batch_of(answers, models, layout), beside=beside)

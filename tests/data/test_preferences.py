@@ -11,9 +11,10 @@ from support.runs.training_files import write_rows
 
 from burnish.config.preferences import PairSettings, PreferenceSettings
 from burnish.config.schema import DataConfig
-from burnish.data.preferences import PreferenceDataset, joined_within
+from burnish.data.preferences import PreferenceDataset
 from burnish.data.ranked_rows import RankedRows
 from burnish.data.sources import load_rows
+from burnish.data.streaming import open_rows
 from burnish.errors import MissingError, UsageError
 
 TOKENIZER = char_tokenizer()
@@ -90,13 +91,48 @@ def test_the_items_of_a_step_are_joined_as_those_in_memory(tmp_path: Path, colum
         del row["rejected"]
     dataset = read(tmp_path, rows, KTO)
     items = dataset.items(range(len(dataset)))
-    again = joined_within([item[::2] for item in items], dataset.limit)
+    again = dataset.joined_within([item[::2] for item in items])
     assert len(items[0]) == (2 if column == "completion" else 4)
     for wanted, found in zip(items, again, strict=True):
         for one, other in zip(wanted, found, strict=True):
             assert one.token_ids.tolist() == other.token_ids.tolist()
             assert one.loss_mask.tolist() == other.loss_mask.tolist()
             assert one.labels.tolist() == other.labels.tolist()
+
+
+def test_another_prompt_is_found_wherever_it_is(tmp_path: Path) -> None:
+    """Compared with a walk backward, also where the rows of a prompt are many, or lie around the end."""
+    prompts = "a" * 3 + "b" * 200 + "c" + "a" * 70
+    rows = [
+        {"prompt": f"{prompt}:", "completion": f"{number}", "label": True}
+        for number, prompt in enumerate(prompts)
+    ]
+    for number, item in enumerate(told(read(tmp_path, rows, KTO))):
+        before = (number - back for back in range(len(rows)))
+        other = next(place for place in before if prompts[place] != prompts[number])
+        assert item[1] == (
+            f"{prompts[number]}:{other % len(rows)}.",
+            f"{other % len(rows)}.",
+            0.0,
+        )
+
+
+def test_rows_of_one_prompt_have_no_reference_point(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    rows = [{"prompt": "a:", "completion": f"{n}", "label": n % 2} for n in range(4)]
+    for some in (rows, rows[:1]):
+        with pytest.raises(UsageError):
+            read(tmp_path, some, KTO)
+    write_rows(tmp_path / "rows.jsonl", rows)
+    streamed = open_rows(
+        [str(tmp_path / "rows.jsonl")], "data.train", 1 << 20, seed=0, shuffle=False
+    )
+    dataset = PreferenceDataset(streamed, TOKENIZER, DataConfig(streaming=1), KTO, 24)
+    caplog.clear()
+    for _ in range(2):
+        dataset.joined_within(dataset.make(range(4)))
+    assert len(caplog.records) == 1
 
 
 def labels_of(dataset: PreferenceDataset) -> list[float]:
