@@ -25,7 +25,7 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
-from contextlib import closing, suppress
+from contextlib import ExitStack, suppress
 from functools import partial
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler
@@ -41,7 +41,6 @@ from burnish.distributed.listening import HttpServer, listen, url_of
 from burnish.errors import BurnishError
 from burnish.rollout import messages
 from burnish.rollout.base import Generator
-from burnish.rollout.staging import MappedStaging, first_mapped
 from burnish.rollout.weight_group import FAILURES, GroupHost, OwnProcess, Receivers
 
 # Seconds between polls of a call, and between messages to its client.
@@ -173,33 +172,32 @@ class GeneratorServer:
 
         `fields` are its first message, and `address` is where it has found this machine. Raises `NONSENSE`.
         """
-        own_device = self.receivers.device if self.receivers.count == 1 else torch.device("cpu")
-        mapped = first_mapped(fields["offers"], own_device)
+        read = partial(self._read_wave, say)
+        offers = fields["offers"]
         why = ""
-        if fields["joins"] and not (mapped and self.group.prefers(fields["offers"][mapped[0]])):
-            try:
-                number, invitation = self.group.invite(fields, address)
-            except FAILURES as error:
-                why = str(error)
-            else:
-                agreed = messages.encode({"mapped": number, "group": invitation, "why": ""})
-                with self.group.ended_by_failure():
-                    if invitation["id"] != fields["group"]:
-                        say(agreed)
-                        why = self.group.join(invitation, address, body)
-                    if not why:
-                        say(agreed)
-                        load(partial(self._read_broadcast, say))
-                        return
-        say(messages.encode({"mapped": mapped and mapped[0], "group": None, "why": why}))
-        if not mapped:
-            load()
-            return
-        with closing(MappedStaging(mapped[1], say)) as staging:
-            del mapped
-            load(staging.read)
+        with ExitStack() as stack:
+            stack.callback(self.receivers.unmap)
+            mapped = self.receivers.map(offers)
+            if fields["joins"] and (mapped is None or not self.group.prefers(offers[mapped])):
+                try:
+                    number, invitation = self.group.invite(fields, address)
+                except FAILURES as error:
+                    why = str(error)
+                else:
+                    agreed = messages.encode({"mapped": number, "group": invitation, "why": ""})
+                    with self.group.ended_by_failure():
+                        if invitation["id"] != fields["group"]:
+                            say(agreed)
+                            why = self.group.join(invitation, address, body)
+                        if not why:
+                            stack.close()
+                            say(agreed)
+                            load(read)
+                            return
+            say(messages.encode({"mapped": mapped, "group": None, "why": why}))
+            load(None if mapped is None else read)
 
-    def _read_broadcast(
+    def _read_wave(
         self, say: Callable[[messages.Parts], None], rows: Sequence[Any], begin: int, size: int
     ) -> Iterator[Shard]:
         yield from self.receivers.read(rows, begin, size)

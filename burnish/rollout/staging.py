@@ -127,18 +127,15 @@ def make_stagings(specs: Sequence[TensorSpec], device: torch.device | None) -> l
 
 
 class MappedStaging:
-    """A sender's buffers in the receiver."""
+    """A sender's buffers in a process of the receiver."""
 
-    def __init__(self, memory: Tensor, tell: Callable[[messages.Parts], None]) -> None:
-        """`tell` tells the sender that a buffer may be written again."""
+    def __init__(self, memory: Tensor) -> None:
         self._memory = memory
-        self._tell = tell
 
     def read(self, rows: Sequence[Sequence[Any]], begin: int, size: int) -> Iterator[Shard]:
         """Yield the pieces of a wave, views that are valid until the next piece. Raises `NONSENSE`."""
         yield from pieces(self._memory[begin : begin + size], rows, begin)
         synchronize(self._memory.device)
-        self._tell(messages.encode({"read": True}))
 
     def close(self) -> None:
         """Unmap the memory."""

@@ -30,7 +30,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 from burnish.boxes.shards import Shard
 from burnish.distributed.device import synchronize
 from burnish.rollout import messages
-from burnish.rollout.staging import pieces, uuid_of
+from burnish.rollout.staging import MappedStaging, first_mapped, pieces, uuid_of
 
 # Most seconds for a group to connect.
 _CONNECT_SECONDS = 30.0
@@ -252,38 +252,66 @@ class Receivers(Protocol):
     def uuids(self) -> list[str]:
         """Return the names of their CUDA devices."""
 
+    def map(self, offers: Sequence[Mapping[str, Any]]) -> int | None:
+        """Map the first of a sender's offers that all processes can map. Return its number. Raises `NONSENSE`."""
+
+    def unmap(self) -> None:
+        """Unmap the memory. Never raises."""
+
     def join(self, invitation: Mapping[str, Any], address: str, timeout: float) -> None:
         """Join a group as ranks 1 and up. `address` is this machine's. Raises `FAILURES`."""
 
     def read(self, rows: Sequence[Sequence[Any]], begin: int, size: int) -> Iterator[Shard]:
-        """Receive a broadcast; yield its pieces, perhaps without elements (on the meta device) if other processes have those."""
+        """Yield the pieces of a wave, from mapped memory if there is some, else from a broadcast. Raises `FAILURES`.
+
+        They may be without elements (on the meta device) if other processes have those. At the end, all processes have read them.
+        """
 
     def leave(self) -> None:
         """End the group."""
 
 
 class OwnProcess:
-    """Receives in this process."""
+    """Receives in this process, as `rank` of groups."""
 
     count = 1
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, rank: int = 1) -> None:
         self.device = device if device.type == "cuda" else torch.device("cpu")
+        self._rank = rank
+        self._mapped: MappedStaging | None = None
         self._member: GroupMember | None = None
 
     def uuids(self) -> list[str]:
         """See `Receivers.uuids`."""
         return [uuid_of(self.device)]
 
+    def map(self, offers: Sequence[Mapping[str, Any]]) -> int | None:
+        """See `Receivers.map`."""
+        self.unmap()
+        mapped = first_mapped(offers, self.device)
+        if mapped is None:
+            return None
+        number, memory = mapped
+        self._mapped = MappedStaging(memory)
+        return number
+
+    def unmap(self) -> None:
+        """See `Receivers.unmap`."""
+        if self._mapped is not None:
+            self._mapped.close()
+            self._mapped = None
+
     def join(self, invitation: Mapping[str, Any], address: str, timeout: float) -> None:
         """See `Receivers.join`."""
-        self._member = GroupMember(invitation, 1, self.device, address, address, timeout)
+        self._member = GroupMember(invitation, self._rank, self.device, address, address, timeout)
 
     def read(self, rows: Sequence[Sequence[Any]], begin: int, size: int) -> Iterator[Shard]:
         """See `Receivers.read`."""
-        if self._member is None:
+        source = self._mapped or self._member
+        if source is None:
             raise ValueError("the group has ended")
-        yield from self._member.read(rows, begin, size)
+        yield from source.read(rows, begin, size)
 
     def leave(self) -> None:
         """See `Receivers.leave`."""
@@ -302,8 +330,8 @@ class GroupHost:
         self._store: Any = None
 
     def prefers(self, offer: Mapping[str, Any]) -> bool:
-        """Return whether mapped memory is better than a group: memory of the kind that its own process needs."""
-        return self._receivers.count == 1 and ("device" in offer) == self._on_cuda
+        """Return whether mapped memory is better than a group: memory of the kind that the receivers need."""
+        return ("device" in offer) == self._on_cuda
 
     @property
     def _on_cuda(self) -> bool:

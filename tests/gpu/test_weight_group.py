@@ -15,7 +15,7 @@ from support.models.tiny import tiny_model
 from burnish.boxes.shards import Publication
 from burnish.distributed.layout import Layout
 from burnish.models.names import model_shards
-from burnish.rollout import server as server_module
+from burnish.rollout import weight_group as group_module
 from burnish.rollout.builtin.generator import BuiltinGenerator
 from burnish.rollout.client import ServedGenerator, Server
 from burnish.rollout.server import GeneratorServer
@@ -36,7 +36,7 @@ KINDS = [
 def serve(kind: str, pipe: Connection) -> None:
     """Serve a generator on the second device until this process is killed."""
     device = torch.device(kind, 1) if kind == "cuda" else torch.device(kind)
-    server_module.first_mapped = lambda offers, device: None  # as on another machine
+    group_module.first_mapped = lambda offers, device: None  # as on another machine
     generator = BuiltinGenerator(
         tiny_model().config,
         layout=Layout(),

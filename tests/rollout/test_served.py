@@ -105,7 +105,9 @@ class TestWithBroadcastWeights(TestServedGenerator):
 
     @pytest.fixture(autouse=True)
     def _elsewhere(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("burnish.rollout.server.first_mapped", lambda offers, device: None)
+        monkeypatch.setattr(
+            "burnish.rollout.weight_group.first_mapped", lambda offers, device: None
+        )
 
     def make(self, model: PreTrainedModel, **options: Any) -> ServedGenerator:
         generator = super().make(model, **options)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import signal
 import threading
@@ -10,7 +9,6 @@ import time
 from contextlib import ExitStack
 from io import BytesIO
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,6 +24,7 @@ from support.models.servers import (
     alone,
     feeding,
     loaded,
+    mappings,
     own,
     served,
     serving,
@@ -66,8 +65,7 @@ def test_pieces_are_read_as_they_were_written(
     [staging] = make_stagings([TensorSpec("w", (1,), dtype)], None)
     mapped = first_mapped([staging.offer], CPU)
     assert mapped is not None
-    told: list[messages.Parts] = []
-    reader = MappedStaging(mapped[1], told.append)
+    reader = MappedStaging(mapped[1])
     for number in range(count):
         whole = torch.randn(shape).to(dtype)
         piece = Shard(
@@ -82,7 +80,6 @@ def test_pieces_are_read_as_they_were_written(
         torch.testing.assert_close(found[box.slices], piece.tensor, rtol=0, atol=0)
         if box.elements < found.numel():
             assert found.isnan().sum() == found.numel() - box.elements
-    assert len(told) >= count
 
 
 def read_into(found: torch.Tensor, staging: Staging, reader: MappedStaging) -> None:
@@ -125,7 +122,9 @@ def test_every_way_brings_the_same_weights_and_says_which_it_takes(
     for way in ("shared memory (cpu)", "gloo", "HTTP"):
         with monkeypatch.context() as patch, serving(own(tiny_model())) as server:
             if way != "shared memory (cpu)":
-                patch.setattr("burnish.rollout.server.first_mapped", lambda offers, device: None)
+                patch.setattr(
+                    "burnish.rollout.weight_group.first_mapped", lambda offers, device: None
+                )
             if way == "HTTP":
                 patch.setattr(GroupHost, "invite", refuse)
             sent.append(0)
@@ -165,13 +164,6 @@ def test_memory_of_others_is_not_taken() -> None:
     finally:
         os.close(plain)
         os.close(other)
-
-
-def mappings(inode: int) -> int:
-    """How often this process maps a file."""
-    gc.collect()
-    lines = Path("/proc/self/maps").read_text().splitlines()
-    return sum(line.split()[4] == str(inode) for line in lines)
 
 
 def send_and_wait(pipe: Connection, url: str) -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import os
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import chain
 from types import SimpleNamespace
 from typing import Any
@@ -20,7 +23,7 @@ from contracts.generator import (
 )
 from support.models.adapters import EXPERTS, published_beside
 from support.models.generators import builtin, make_generator
-from support.models.servers import served, serving
+from support.models.servers import TOKEN, served, serving
 from support.models.tiny import tiny_model
 from transformers import AutoConfig, PreTrainedModel
 
@@ -516,12 +519,12 @@ def test_two_processes_sample_the_same(engines: dict[Any, VllmGenerator]) -> Non
         assert sorted((spec.name, digest) for spec, digest in ours.checksums()) == sorted(held)
     with pytest.raises(UsageError, match="60"):
         ours.generate(requests, Sampling(21))
-    with serving(ours, timeout=60.0) as server:  # each process receives its copy
+    with serving(ours, timeout=60.0) as server:  # each process maps the weights
         generator = served([server], model)
         for seed in (2, 3):
             oracle = builtin(made("qwen3_moe", seed), slots=16)
             generator.load_weights(Publication(model_shards(made("qwen3_moe", seed))), seed)
-            assert (server._way, generator._lost) == ("gloo", {})
+            assert (server._way, generator._lost) == ("shared memory (cpu)", {})
             assert_same(generator.generate(requests, sampling), oracle.generate(requests, sampling))
             held = [(shard.spec.name, shard.checksum()) for shard in oracle._model.shards()]
             assert sorted((s.name, digest) for s, digest in server.checksums()) == sorted(held)
@@ -529,4 +532,74 @@ def test_two_processes_sample_the_same(engines: dict[Any, VllmGenerator]) -> Non
         generator = ServedGenerator([server], [shard.spec for shard in fewer], Layout())
         generator.load_weights(Publication(fewer), 4)
         assert "lack" in generator._lost[server]
+        assert server.about()["version"] is None
+
+
+def mapping(maps: bool) -> Callable[[Any], None]:
+    """What lets the second process map memory, or not. vLLM's processes get it by value."""
+
+    def change(worker: Any) -> None:
+        process = worker.burnish_received.process
+        if worker.rank == 1 and maps:
+            del process.map
+        elif worker.rank == 1:
+            process.map = lambda offers: None
+
+    return change
+
+
+def ending(how: int) -> Callable[[Any], int]:
+    """What has the second process get signals as it reads the next wave. It returns the process's id."""
+
+    def change(worker: Any) -> int:
+        process = worker.burnish_received.process
+
+        def read(*wave: Any) -> Iterator[Shard]:
+            del process.read
+            for piece in process.read(*wave):
+                os.kill(os.getpid(), how)
+                yield piece
+
+        if worker.rank == 1:
+            process.read = read
+        return os.getpid()
+
+    return change
+
+
+def test_a_process_that_cannot_map_hangs_or_dies_does_no_harm(
+    engines: dict[Any, VllmGenerator],
+) -> None:
+    """All take the broadcast with it; an engine whose process hangs or dies has no version."""
+    requests, sampling = make_requests((40, 3)), Sampling(6)
+    engines["ending"] = ours = started(made(), max_length=60, tensor_parallel=2)
+
+    def load(seed: int, way: str) -> None:
+        generator.load_weights(Publication(model_shards(made(seed=seed))), seed)
+        assert [server._way for server in generator._servers] == [way]
+        found = generator.generate(requests, sampling)
+        assert_same(found, builtin(made(seed=seed), slots=16).generate(requests, sampling))
+
+    def lose(how: int) -> int:
+        [fed] = generator._servers
+        fed.timeout = 8.0
+        _, pid = ours._call(ending(how))
+        generator.load_weights(Publication(model_shards(made())), 2)
+        assert [*generator._lost][-1] is fed
+        fed.timeout = 60.0
+        return int(pid)
+
+    with serving(ours, timeout=60.0) as server:
+        again = partial(map, lambda url: (url, (url, TOKEN)))
+        generator = served([server], made(), revive=lambda lost, others: dict(again(lost)))
+        load(0, "shared memory (cpu)")
+        ours._call(mapping(False))
+        load(1, "gloo")
+        ours._call(mapping(True))
+        load(2, "shared memory (cpu)")
+        os.kill(lose(signal.SIGSTOP), signal.SIGCONT)
+        load(3, "shared memory (cpu)")
+        lose(signal.SIGKILL)
+        generator.load_weights(Publication(model_shards(made())), 4)
+        assert len(generator._lost) == 3
         assert server.about()["version"] is None

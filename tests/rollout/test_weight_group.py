@@ -48,7 +48,7 @@ CPU = torch.device("cpu")
 @pytest.fixture(autouse=True)
 def elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """No server maps the sender's memory, as on another machine."""
-    monkeypatch.setattr("burnish.rollout.server.first_mapped", lambda offers, device: None)
+    monkeypatch.setattr("burnish.rollout.weight_group.first_mapped", lambda offers, device: None)
     monkeypatch.setattr("burnish.rollout.client.is_here", lambda connection: False)
 
 
@@ -160,7 +160,7 @@ def serve_until_killed(pipe: Connection, how: int) -> None:
         if number == 5:
             os.kill(os.getpid(), how)
 
-    import burnish.rollout.server as module
+    import burnish.rollout.weight_group as module
 
     module.first_mapped = lambda offers, device: None
     with serving(Reader(at)) as server:
@@ -411,8 +411,6 @@ class TestWhoJoins:
         assert [host.prefers(offer) for offer in self.OFFERS] == [True, False]
         on_host = GroupHost(OwnProcess(CPU), 5.0)
         assert [on_host.prefers(offer) for offer in self.OFFERS] == [False, True]
-        others: Any = SimpleNamespace(count=2, device=CPU)
-        assert not any(GroupHost(others, 5.0).prefers(offer) for offer in self.OFFERS)
 
 
 class Library:

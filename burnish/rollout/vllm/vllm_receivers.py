@@ -1,4 +1,4 @@
-"""Weights that vLLM's own processes receive themselves, each a whole copy by one broadcast (`burnish.rollout.weight_group`)."""
+"""Weights that vLLM's own processes receive themselves, each a whole copy: from memory that all map, or by one broadcast."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from burnish.boxes.shards import Shard
-from burnish.rollout.staging import pieces, uuid_of
-from burnish.rollout.weight_group import FAILURES, GroupMember
+from burnish.rollout.staging import pieces
+from burnish.rollout.weight_group import FAILURES, OwnProcess
 
 
 class VllmReceivers:
@@ -27,7 +27,20 @@ class VllmReceivers:
 
     def uuids(self) -> list[str]:
         """See `Receivers.uuids`."""
-        return list(self._call(_uuid))
+        return [uuid for uuids in self._call(_uuids) for uuid in uuids]
+
+    def map(self, offers: Sequence[Mapping[str, Any]]) -> int | None:
+        """See `Receivers.map`."""
+        for number, offer in enumerate(offers):
+            if all(self._call(_map, dict(offer))):
+                return number
+            self.unmap()
+        return None
+
+    def unmap(self) -> None:
+        """See `Receivers.unmap`."""
+        with suppress(Exception):  # vLLM has died
+            self._call(_unmap)
 
     def join(self, invitation: Mapping[str, Any], address: str, timeout: float) -> None:
         """See `Receivers.join`."""
@@ -55,7 +68,7 @@ class VllmReceivers:
 class _Received:
     """What a process of vLLM has received."""
 
-    member: GroupMember | None = None
+    process: OwnProcess
     tensors: dict[str, Tensor] = field(default_factory=dict)
 
 
@@ -75,35 +88,37 @@ def forget_received(worker: Any) -> None:
 
 def _of(worker: Any) -> _Received:
     if not hasattr(worker, "burnish_received"):
-        worker.burnish_received = _Received()
+        worker.burnish_received = _Received(OwnProcess(worker.device, 1 + worker.rank))
     found: _Received = worker.burnish_received
     return found
 
 
-def _uuid(worker: Any) -> str:
-    return uuid_of(worker.device)
+def _uuids(worker: Any) -> list[str]:
+    return _of(worker).process.uuids()
+
+
+def _map(worker: Any, offer: Mapping[str, Any]) -> bool:
+    return _of(worker).process.map([offer]) is not None
+
+
+def _unmap(worker: Any) -> None:
+    _of(worker).process.unmap()
 
 
 def _join(worker: Any, invitation: Mapping[str, Any], address: str, timeout: float) -> str:
     """Join a group; return why this process cannot, or nothing."""
-    _leave(worker)
-    device = worker.device if worker.device.type == "cuda" else torch.device("cpu")
     try:
-        _of(worker).member = GroupMember(
-            invitation, 1 + worker.rank, device, address, address, timeout
-        )
+        _of(worker).process.join(invitation, address, timeout)
     except FAILURES as error:
         return f"{type(error).__name__}: {error}"
     return ""
 
 
 def _receive(worker: Any, rows: Sequence[Sequence[Any]], begin: int, size: int) -> str:
-    """Receive a broadcast's pieces; return why this process cannot, or nothing."""
+    """Receive a wave's pieces; return why this process cannot, or nothing."""
     here = _of(worker)
     try:
-        if here.member is None:
-            raise ValueError("the group has ended")
-        for shard in here.member.read(rows, begin, size):
+        for shard in here.process.read(rows, begin, size):
             spec = shard.spec
             if spec.name not in here.tensors:
                 room = torch.empty(spec.shape, dtype=spec.dtype, device=shard.tensor.device)
@@ -117,6 +132,4 @@ def _receive(worker: Any, rows: Sequence[Sequence[Any]], begin: int, size: int) 
 def _leave(worker: Any) -> None:
     here = _of(worker)
     here.tensors.clear()
-    if here.member is not None:
-        here.member.leave()
-        here.member = None
+    here.process.leave()
