@@ -6,6 +6,7 @@ Keywords are further settings: `burnish.sft("sft.yaml", steps=10, optim={"lr": 1
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import sys
@@ -155,7 +156,8 @@ def run(method: str | type[Method], /, config: Config | None = None, **settings:
             f"{chosen.name} trains nothing", do="call burnish.evaluate, which returns its numbers"
         )
     loaded = named_run(chosen, _loaded(config, settings, chosen.Settings.model_fields))
-    run_method(chosen, loaded)
+    with _freeing():
+        run_method(chosen, loaded)
     return Result(loaded.directory.absolute())
 
 
@@ -175,7 +177,19 @@ def evaluate(
         config = file or {"model": {"path": place}}
     method = METHODS[Evaluation.name]
     loaded = method.named(_loaded(config, _with_reward(settings, reward)))
-    return dict(run_method(method, loaded, run_dir))
+    with _freeing():
+        return dict(run_method(method, loaded, run_dir))
+
+
+@contextmanager
+def _freeing() -> Iterator[None]:
+    """Free the weights and the process group's descriptors of the block, which FSDP's modules hold in cycles.
+
+    An error holds them too, as long as somebody holds it: the next block frees them.
+    """
+    gc.collect()
+    yield
+    gc.collect()
 
 
 def config_at(place: str) -> tuple[RunConfig | Path | None, Path | None]:

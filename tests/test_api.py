@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
+import os
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -163,6 +165,21 @@ def test_a_second_thread_waits_its_turn(place: Path, monkeypatch: pytest.MonkeyP
         leave.set()
         first.result()
     run()
+
+
+def test_a_run_leaves_no_descriptors_and_frees_those_of_a_failed_one(place: Path) -> None:
+    """Also if Python collects no cycles by itself."""
+    burnish.sft("sft.yaml", name="ended", steps=1)
+    ended = len(os.listdir("/proc/self/fd"))
+    gc.disable()
+    try:
+        with pytest.raises(BurnishError):
+            burnish.sft("sft.yaml", name="failed", optim={"lr": 1e30})
+        for _ in range(2):
+            burnish.evaluate("runs/ended")
+            assert len(os.listdir("/proc/self/fd")) == ended
+    finally:
+        gc.enable()
 
 
 def test_a_run_computes_alike_in_any_mode_of_its_program(
