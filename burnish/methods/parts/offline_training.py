@@ -25,7 +25,7 @@ from burnish.records import Batch, Example, TokenOutputs
 from burnish.runs.download_inputs import local_inputs
 from burnish.runs.model_card import model_card
 from burnish.runs.run import Run, Validation, counted
-from burnish.runs.session import open_run
+from burnish.runs.session import Session, open_run
 from burnish.runs.setup import (
     Foundation,
     Learner,
@@ -90,6 +90,36 @@ def batch_of(
     )
 
 
+def _held_out(method: OfflineMethod, foundation: Foundation, session: Session) -> HeldOut:
+    """Read the rows of `data.validation`, with what is computed of them before training. Collective."""
+    from burnish.methods.parts.validation import held_out_examples
+
+    held_out = held_out_examples(method, foundation, session.progress)
+    items = method.before_training(held_out.items, held_out.rows, foundation, session)
+    return held_out._replace(items=items)
+
+
+def _models(
+    method: OfflineMethod, foundation: Foundation, policy: Engine, session: Session
+) -> Models:
+    """Load the frozen models of a step beside the one that is trained. Collective."""
+    config = session.config
+    start = None
+    if method.keeps_start(config):
+        start = load_start(foundation, policy, session.intact)
+    loaded: Mapping[str, LoadedModel] = {}
+    if foundation.beside:
+        from burnish.runs.frozen_engines import load_beside
+
+        loaded = load_beside(foundation, policy)
+    teachers = None
+    if config.distill.teachers and "distill" not in method.unread:
+        from burnish.methods.parts.distillation import load_teachers
+
+        teachers = load_teachers(foundation, policy, loaded, session.intact)
+    return Models(foundation, policy, start, teachers, loaded)
+
+
 def train(method: OfflineMethod, config: RunConfig, layout: Layout, device: torch.device) -> None:
     """Train as `config` says, from where its run directory left off. Collective."""
     config, local = local_inputs(config, device, layout, method=method)
@@ -109,15 +139,7 @@ def train(method: OfflineMethod, config: RunConfig, layout: Layout, device: torc
             loader = make_loader(dataset, config.data, config.seed, size, by_epoch=by_epoch)
             total = config.steps or loader.takes(size, config.epochs)
             items = method.before_training(dataset, None, foundation, session)
-            held_out: HeldOut | None = None
-            if local.data.validation:
-                from burnish.methods.parts.validation import held_out_examples
-
-                held_out = held_out_examples(method, foundation, session.progress)
-                examples = method.before_training(
-                    held_out.items, held_out.rows, foundation, session
-                )
-                held_out = held_out._replace(items=examples)
+            held_out = _held_out(method, foundation, session) if local.data.validation else None
             engine = make_run_engine(foundation, config.optim)
             fingerprints = Fingerprints.of(
                 foundation.tokenizer,
@@ -129,22 +151,7 @@ def train(method: OfflineMethod, config: RunConfig, layout: Layout, device: torc
             learners = {MAIN: Learner(engine, foundation)}
             run = Run(session, learners, fingerprints, total, loader.epoch_steps(size))
             loader.state = run.state.cursor
-            start = (
-                load_start(foundation, engine, session.intact)
-                if method.keeps_start(config)
-                else None
-            )
-            loaded: Mapping[str, LoadedModel] = {}
-            if foundation.beside:
-                from burnish.runs.frozen_engines import load_beside
-
-                loaded = load_beside(foundation, engine)
-            teachers = None
-            if config.distill.teachers and "distill" not in method.unread:
-                from burnish.methods.parts.distillation import load_teachers
-
-                teachers = load_teachers(foundation, engine, loaded, session.intact)
-            models = Models(foundation, engine, start, teachers, loaded)
+            models = _models(method, foundation, engine, session)
             validate: Validation | None = None
             if held_out is not None:
                 from burnish.methods.parts.validation import example_validation
