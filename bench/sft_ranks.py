@@ -52,7 +52,7 @@ class Sft:
     def _made(self) -> tuple[Batch, list[int]]:
         batch_config = self._config.batch
         examples = [self._dataset[index] for index in self._loader.take(batch_config.examples)]
-        batch = make_batch(examples, self._layout, batch_config.tokens_per_device, self._flops)
+        batch = make_batch(examples, self._layout, batch_config.tokens, self._flops)
         return batch, [len(example.token_ids) for example in examples]
 
     def close(self) -> None:

@@ -260,16 +260,7 @@ def run_method(
         config = config.model_copy(update={"engine": engine})
     config, remarks = prepare(config, method, layout.world, run_dir)
     if layout.is_main and method.trains:
-        if place.attempt:
-            refuse_failing_alike(directory.logs)
-        else:
-            if directory.status.exists():
-                from burnish.runs.ending import last_failure
-
-                remarks += filter(None, [last_failure(directory)])
-            require_free(directory.checkpoints / LEASE)
-            make_way(directory, RunIdentity(method.name, config))
-            forget_failures(directory.logs)
+        remarks += _begin(directory, RunIdentity(method.name, config), place.attempt)
     if layout.is_main:
         text = summary(config, method, layout.world, run_dir, brief=True)
         title = f"{method.name}, run {config.run_name}" if method.trains else method.name
@@ -281,7 +272,15 @@ def run_method(
         from burnish.distributed.processes import launch
 
     def start(layout: Layout, device: torch.device) -> Mapping[str, float]:
-        return method.run(config, layout, device, run_dir)
+        chosen = method.with_tokens(config)
+        if device.type != "cpu" and method.trains and not config.batch.is_decided:
+            from burnish.launch import accelerated, elastic
+
+            plans = partial(elastic.planner_of, config, method)
+            run = None if config.resume == "fresh" else directory
+            place = (layout, device)
+            chosen = accelerated.decided(partial(method.with_tokens, config), plans, run, *place)
+        return method.run(chosen, layout, device, run_dir)
 
     # A run that this process begins opens a log. An error before that is not of the run.
     earlier = latest_spans()
@@ -296,6 +295,22 @@ def run_method(
             if layout.is_main and isinstance(error, Exception):
                 note_failure(directory.logs, error)
         raise
+
+
+def _begin(directory: RunDirectory, identity: RunIdentity, attempt: int) -> list[str]:
+    """Make way for a start of a run in its directory. Return what there is to say of earlier ones."""
+    if attempt:
+        refuse_failing_alike(directory.logs)
+        return []
+    failure = None
+    if directory.status.exists():
+        from burnish.runs.ending import last_failure
+
+        failure = last_failure(directory)
+    require_free(directory.checkpoints / LEASE)
+    make_way(directory, identity)
+    forget_failures(directory.logs)
+    return [failure] if failure else []
 
 
 def prepare(

@@ -112,6 +112,19 @@ class Method(ABC):
             model = model.model_copy(update={"lora": lora})
         return config.model_copy(update={"optim": optim, "model": model})
 
+    def longest(self, config: RunConfig) -> int:
+        """Return the most tokens, by the settings, of sequences that share a micro-batch; 0 without a limit."""
+        return config.longest_completed if self.generates else config.data.max_length or 0
+
+    def with_tokens(self, config: RunConfig, tokens: int = 0) -> RunConfig:
+        """Return the configuration with `batch.tokens_per_device: auto` decided: as `tokens`, or as many as sequences need if that is more."""
+        if not config.batch.is_auto:
+            return config
+        needed = -(-self.longest(config) // config.engine.sequence_parallel)
+        decided = f"auto:{max(config.batch.tokens, needed, tokens)}"
+        batch = config.batch.model_copy(update={"tokens_per_device": decided})
+        return config.model_copy(update={"batch": batch})
+
     # Before a run, without torch.
 
     def check(self, config: RunConfig, world: int | None = 1) -> None:

@@ -74,6 +74,7 @@ OPTIONS = (
     "burnish.files.once",
     "burnish.files.quantized",
     "burnish.files.remote",
+    "burnish.launch.accelerated",
     "burnish.launch.elastic",
     "burnish.launch.local",
     "burnish.launch.ray",

@@ -154,7 +154,7 @@ def _planned(plan_for: Callable[[Devices], Planner], layout: Layout) -> Iterator
         "time",
         (
             f"{duration_text(plan.step_seconds)} a step, {duration_text(seconds)} a micro-batch of at most "
-            f"{planner.work.budget} tokens, by work divided by speed"
+            f"{plan.tokens} tokens, by work divided by speed"
         ),
     )
     exchanged = planner.fsdp_bytes(plan)

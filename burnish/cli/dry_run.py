@@ -14,9 +14,10 @@ from burnish.cli.output import print_text
 from burnish.cli.plan import devices_of, fit
 from burnish.config.schema import RunConfig
 from burnish.distributed.environment import place_of
-from burnish.launch.elastic import planner_of
+from burnish.launch.elastic import planned_tokens, planner_of
 from burnish.method import Method
 from burnish.runs.summary import summary
+from burnish.tracking.rundir import RunDirectory
 
 
 def dry_run(args: Namespace, method: Method, config: RunConfig, run_dir: Path | None) -> None:
@@ -26,6 +27,10 @@ def dry_run(args: Namespace, method: Method, config: RunConfig, run_dir: Path | 
     target = devices_of(devices)
     world = layout.world if target is None else target.count
     config, notices = prepare(config, method, world, run_dir)
+    if method.trains and not config.batch.is_decided:
+        run = None if config.resume == "fresh" else RunDirectory(config.directory)
+        tokens, _ = planned_tokens(partial(planner_of, config, method), target, run)
+        config = method.with_tokens(config, tokens)
     from burnish.runs.dry_run import set_up
 
     setup, row_lengths, adapted = set_up(config, method, run_dir)

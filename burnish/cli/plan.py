@@ -69,7 +69,7 @@ def run_plan(args: Namespace) -> None:
             f"no layout divides this run among {devices}",
             have=f"{planner.work.sequences} sequences a step, in {planner.work.updates} updates",
             want="a sequence for every data-parallel rank, room for the longest in a micro-batch, and degrees that divide the heads and experts of a layer",
-            do="raise batch.examples, or batch.prompts or rollout.n, or batch.tokens_per_device, or take fewer devices",
+            do="raise batch.examples, or batch.prompts or rollout.n, or a number in batch.tokens_per_device, or take fewer devices",
         )
     if not plans[0].fits:
         raise planner.refusal(plans[0])
@@ -171,6 +171,7 @@ def _fields(plan: Plan) -> dict[str, Any]:
         "flops": plan.operations,
         "seconds": plan.seconds,
         "microbatches": plan.microbatches,
+        "tokens_per_device": plan.tokens,
     }
 
 
@@ -192,6 +193,8 @@ def _lines(
         yield f"\nRecommended: {_layout(best)}\n"
         yield from _phases(best)
         yield f"\nSettings:\n\n  {' '.join(best.overrides())}"
+        if planner.config.batch.is_auto:
+            yield f"\nMicro-batches: at most {best.tokens} tokens on each device (auto)"
         if larger := _larger(planner, best):
             yield f"\nLarger micro-batches take less time: {larger}"
     yield from _as_configured(configured, fitting[0] if fitting else None)
@@ -232,15 +235,15 @@ def _as_configured(configured: _Configured, best: Plan | None) -> Iterator[str]:
 
 def _larger(planner: Planner, plan: Plan) -> str:
     """Return the setting of larger micro-batches that take less time, with their needs; "" if there are none."""
-    quicker = planner.larger_microbatch(plan)
-    if quicker is None:
+    if planner.config.batch.is_auto:
         return ""
-    tokens, larger = quicker
+    larger = planner.larger_microbatch(plan)
+    if larger is None:
+        return ""
     took, takes = (duration_text(each.step_seconds) for each in (plan, larger))
     need = bytes_text(larger.need)
-    return (
-        f"with batch.tokens_per_device={tokens} a step takes {takes} instead of {took}, and {need}"
-    )
+    setting = f"batch.tokens_per_device={larger.tokens}"
+    return f"with {setting} a step takes {takes} instead of {took}, and {need}"
 
 
 def _sequences(planner: Planner) -> str:

@@ -686,7 +686,7 @@ def batch_problems(config: RunConfig, shares: int) -> Iterator[BurnishError]:
     """Yield why `batch.examples` cannot be divided into `shares`."""
     examples = config.batch.examples
     longest = config.data.max_length
-    if longest is not None and longest > config.microbatch_tokens:
+    if longest is not None and not config.batch.is_auto and longest > config.microbatch_tokens:
         yield UsageError(
             "the longest example does not fit into a micro-batch",
             have=f"data.max_length: {longest}, {_budget(config)}",
@@ -728,7 +728,7 @@ def rollout_problems(config: RunConfig, shares: int) -> Iterator[BurnishError]:
     response = config.rollout.max_response_length
     prompt = config.data.max_prompt_length
     needed = config.longest_completed
-    if needed > config.microbatch_tokens:
+    if not config.batch.is_auto and needed > config.microbatch_tokens:
         first = "a prompt of 1" if prompt is None else f"data.max_prompt_length: {prompt}"
         yield UsageError(
             "the longest prompt and completion do not fit into a micro-batch",

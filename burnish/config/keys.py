@@ -105,6 +105,7 @@ _KINDS = {
 _PLURALS = {"integer": "whole numbers", "number": "numbers", "string": "texts"}
 _PATTERNS = {
     r"^[\w.-]+/": "OWNER/NAME",
+    "^auto(": "auto, or auto:TOKENS as a run records it",
     "^.+:": "file.py:name or module:name",
     "^([A-Za-z]": "an entry point's name, file.py:Class or module:Class",
     "^https?:": "a URL, http:// or https://",

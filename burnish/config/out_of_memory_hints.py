@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from burnish.config.frozen_models import FrozenModel
-from burnish.config.schema import MOST_SLOTS, RunConfig
+from burnish.config.schema import AUTO_TOKENS, MOST_SLOTS, RunConfig
 
 HEADS = "kept output layers"
 """The planner's name of output layers of teachers that each device holds whole."""
@@ -49,7 +49,11 @@ def remedies(
         or engine.offload_during_rollout
     )
     stages = f"engine.pipeline_parallel={2 * engine.pipeline_parallel}"
-    budget = f"batch.tokens_per_device={max(2, config.batch.tokens_per_device // 2)}"
+    fewer = max(2, config.batch.tokens // 2)
+    longest = config.longest_completed if generates else config.data.max_length or 0
+    # As auto, so that rows without a limit stay as long as they are; not where auto would be more again.
+    is_more = fewer >= AUTO_TOKENS and fewer * engine.sequence_parallel >= longest
+    budget = f"batch.tokens_per_device={'auto:' if config.batch.is_auto and is_more else ''}{fewer}"
     cache = ("kv cache", "activations", "logits")
     held = [each for each in beside if each.phase != "start"]
     is_auto = rollout.slots == "auto"  # the planner then takes as many slots as fit

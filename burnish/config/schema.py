@@ -26,6 +26,10 @@ _LOGITS_AT_ONCE = 1 << 28
 
 MOST_SLOTS = 512
 """Most sequences that a device generates at one time if `rollout.slots` is auto."""
+AUTO_TOKENS = 8192
+"""The least that `batch.tokens_per_device: auto` is. A sequence without a limit has at most as many tokens then, times `engine.sequence_parallel`."""
+_AUTO_PROMPT = 2048
+"""Tokens that a prompt without a limit may have in any case if `batch.tokens_per_device` is auto."""
 
 ExtensionName = Annotated[str, Field(pattern=r"^([A-Za-z][\w.-]*|.+:[A-Za-z_]\w*)$")]
 """The name of an entry point, file.py:Class or module:Class. `burnish.extend` finds it."""
@@ -33,6 +37,8 @@ Share = Annotated[str, Field(pattern=r"^(\d{1,2}(\.\d+)?|100)%$")]
 """A share of all steps or rows: 10%. `burnish.config.shares` counts."""
 Epochs = Annotated[str, Field(pattern=r"^(\d+(\.\d+)?|\d+/[1-9]\d*) epochs?$")]
 """An interval in epochs: 1 epoch, 1/4 epoch, 0.5 epoch."""
+AutoTokens = Annotated[str, Field(pattern=r"^auto(:[0-9]{1,12})?$")]
+"""auto, or auto:32768 where it is decided."""
 FORMER_LR = 1e-6
 FORMER_ALPHA = 32.0
 """What `optim.lr` and `model.lora.alpha` were by default in earlier versions. Runs of that time keep them."""
@@ -281,7 +287,7 @@ class DataConfig(Section):
     max_prompt_length: int | None = Field(None, ge=1)
     """RL: longest prompt, in tokens. Default: no limit."""
     max_length: int | None = Field(None, ge=2)
-    """SFT: longest example, in tokens. Default: `batch.tokens_per_device`."""
+    """SFT: longest example, in tokens. Default: as many as `batch.tokens_per_device` allows."""
     overlong: Literal["drop", "error"] = "drop"
     """What to do with a prompt or example over its limit. drop: leave it out and count it. error: stop the run before it starts."""
     shuffle: bool = True
@@ -305,8 +311,28 @@ class BatchConfig(Section):
     """RL: number of parts of a step's prompts; each gets one optimizer step."""
     epochs: int = Field(1, ge=1)
     """RL: passes over the completions of a step. Each pass has another order and moves the policy further from the one that generated them."""
-    tokens_per_device: MayChange[int] = Field(8192, ge=2)
-    """Maximum number of tokens in a micro-batch, times `engine.sequence_parallel`. It changes only speed and memory. A longer sequence is an error."""
+    tokens_per_device: MayChange[AutoTokens | Annotated[int, Field(ge=2)]] = "auto"
+    """Maximum number of tokens in a micro-batch, times `engine.sequence_parallel`. It changes only speed and memory. With a number, a longer sequence is an error. auto: 8192, or what the longest sequence that `data.max_length`, or `data.max_prompt_length` and `rollout.max_response_length`, allow needs; on an accelerator 2, 4 or 8 times that, if by the planner it fits and a step gets quicker. A run records what it was, as auto:32768, and resumes with that on equal devices. Without `data.max_length`, an example then has at most 8192 tokens, times `engine.sequence_parallel`, on all devices."""
+
+    @property
+    def is_auto(self) -> bool:
+        """Whether `tokens_per_device` is auto, decided or not."""
+        return isinstance(self.tokens_per_device, str)
+
+    @property
+    def is_decided(self) -> bool:
+        """Whether `tokens_per_device` has a number."""
+        return self.tokens_per_device != "auto"
+
+    @property
+    def tokens(self) -> int:
+        """`tokens_per_device` as a number; the least if auto is not decided."""
+        given = self.tokens_per_device
+        return given if isinstance(given, int) else _auto_tokens(given)
+
+
+def _auto_tokens(text: str) -> int:
+    return max(AUTO_TOKENS, int(text.partition(":")[2] or 0))
 
 
 class SamplingConfig(Section):
@@ -614,7 +640,23 @@ class RunConfig(Section):
     @property
     def microbatch_tokens(self) -> int:
         """Most tokens of a micro-batch, on all devices that share it."""
-        return self.batch.tokens_per_device * self.engine.sequence_parallel
+        return self.batch.tokens * self.engine.sequence_parallel
+
+    def sequence_limit(self, needed: int) -> int:
+        """Return the most tokens of sequences that share a micro-batch, of which settings allow `needed`. Where tokens are auto, it is the same on all devices."""
+        if not self.batch.is_auto:
+            return self.microbatch_tokens
+        return max(needed, AUTO_TOKENS * self.engine.sequence_parallel)
+
+    def example_limits(self, sharing: int = 1) -> dict[str, int]:
+        """Return the most tokens of one of the `sharing` examples that share a micro-batch, by setting."""
+        most = self.data.max_length
+        limits = {} if most is None else {"data.max_length": most}
+        budget = self.sequence_limit(sharing * (most or 0)) // sharing
+        if self.batch.is_auto:  # only a longest example makes it more
+            return {"data.max_length": budget} | limits
+        shared = ", which two answers share" if sharing > 1 else ""
+        return limits | {f"batch.tokens_per_device{shared}": budget}
 
     @property
     def directory(self) -> Path:
@@ -664,8 +706,9 @@ class RunConfig(Section):
 
     @property
     def longest_completed(self) -> int:
-        """Most tokens of a prompt and its completion; a prompt without limit counts 1."""
-        return self.rollout.max_response_length + (self.data.max_prompt_length or 1)
+        """Most tokens of a prompt and its completion. A prompt without limit counts 1, or where tokens are auto as many as it may have in any case."""
+        least = _AUTO_PROMPT if self.batch.is_auto else 1
+        return self.rollout.max_response_length + (self.data.max_prompt_length or least)
 
 
 def is_remote(place: str) -> bool:

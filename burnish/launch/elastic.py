@@ -6,10 +6,11 @@ import logging
 import math
 from collections.abc import Callable
 
-from burnish.config.schema import EngineConfig, ModelConfig, RunConfig
+from burnish.config.document import recorded
+from burnish.config.schema import AUTO_TOKENS, EngineConfig, ModelConfig, RunConfig
 from burnish.distributed.accelerators import Accelerator
 from burnish.distributed.layout import Layout
-from burnish.errors import BurnishError, of_setting
+from burnish.errors import BurnishError, bytes_text, of_setting
 from burnish.files.safetensors import ADAPTER_CONFIG
 from burnish.method import Method
 from burnish.models.lora.adapter_config import with_adapter
@@ -19,6 +20,7 @@ from burnish.plan.model import PlannedBeside
 from burnish.plan.shapes import model_shape
 from burnish.runs.hub_revisions import at_newest_steps
 from burnish.runs.preflight import model_fields, small_file
+from burnish.tracking.rundir import RunDirectory
 
 log = logging.getLogger("burnish")
 
@@ -69,6 +71,41 @@ def has_layout(planner: Callable[[Devices], Planner], world: int) -> bool:
         return True  # the planner does not know the model; the ranks will find out
 
 
+def planned_tokens(
+    planner: Callable[[Devices], Planner], devices: Devices | None, run: RunDirectory | None = None
+) -> tuple[int, str]:
+    """Return the tokens per device that `batch.tokens_per_device: auto` is, 0 for the least, and why. Without `devices`, they are not known.
+
+    A `run` that goes on with as many equal devices has recorded it.
+    """
+    if devices is None:
+        return 0, "this accelerator's memory and speed are not known"
+    if devices.cpu:
+        return 0, "larger ones gain nothing on CPUs"
+    if run is not None and (tokens := _recorded_tokens(run, devices)):
+        return tokens, "as the run began"
+    try:
+        plan, refused = planner(devices).as_configured()
+    # A model that the planner reads wrongly may still be trained, with the least.
+    except (BurnishError, ArithmeticError, LookupError, TypeError, ValueError) as error:
+        return 0, f"not planned: {getattr(error, 'problem', repr(error))}"
+    if plan is None or refused is not None:
+        return 0, f"not planned: {refused.problem if refused else 'it cannot run'}"
+    need = f"{bytes_text(plan.need)} of {bytes_text(devices.usable)}"
+    return plan.tokens, f"planned with {need}; more do not fit for sure, or gain nothing"
+
+
+def _recorded_tokens(run: RunDirectory, devices: Devices) -> int:
+    """Return what auto was, or the former default, when the run began on as many equal devices; else 0."""
+    facts = run.read_environment()
+    here = (devices.name, devices.count)
+    if not run.config.is_file() or (facts.get("device"), facts.get("processes")) != here:
+        return 0
+    batch = recorded(run.config).batch
+    is_decided = batch.is_decided if batch.is_auto else batch.tokens == AUTO_TOKENS
+    return batch.tokens if is_decided else 0
+
+
 def _devices(world: int, here: int | None) -> Devices:
     """Return this machine's devices; made-up ones of unlimited memory if unknown or without `here`."""
     devices = None if here is None else devices_here(world, here)
@@ -104,4 +141,5 @@ def planner_of(
         beside,
         positions=fields.get("max_position_embeddings") or None,
         row_tokens=row_tokens,
+        longest=method.longest(config),
     )

@@ -107,7 +107,9 @@ class DPO(PairMethod):
             return items
         kind = ""
         if settings.is_of_answers:  # with mismatched ones, which end at the limit
-            kind = f"kto {foundation.config.data.max_length} {foundation.config.microbatch_tokens}"
+            config = foundation.config
+            most = config.data.max_length
+            kind = f"kto {most} {config.sequence_limit(most or 0)}"
         own = next(self.frozen(foundation.config), None)
         return referenced(items, rows, foundation, session, own, kind)
 

@@ -58,6 +58,17 @@ class Evaluation(Method):
             yield from model_problems(config.model)
         yield from sampling_problems(config)
 
+    def longest(self, config: RunConfig) -> int:
+        """See `Method.longest`. Without a reward, examples may be pairs of answers."""
+        return super().longest(config) if config.scores else 2 * (config.data.max_length or 0)
+
+    def with_tokens(self, config: RunConfig, tokens: int = 0) -> RunConfig:
+        """See `Method.with_tokens`. What a training run recorded was for its devices."""
+        if config.batch.is_auto:
+            batch = config.batch.model_copy(update={"tokens_per_device": "auto"})
+            config = config.model_copy(update={"batch": batch})
+        return super().with_tokens(config, tokens)
+
     def facts(self, config: RunConfig) -> Iterator[tuple[str, str]]:
         """See `Method.facts`."""
         from burnish.runs.summary import environment_rows, sampling_text

@@ -34,6 +34,10 @@ class OnlineDPO(BestOfN):
         """See `RL.keeps_start`."""
         return bool(self.settings(config).reference == "initial")
 
+    def longest(self, config: RunConfig) -> int:
+        """See `Method.longest`: of a pair."""
+        return 2 * super().longest(config)
+
     def problems(self, config: RunConfig) -> Iterator[BurnishError]:
         """See `Method.problems`."""
         yield from super().problems(config)
@@ -47,7 +51,7 @@ class OnlineDPO(BestOfN):
                 do="set rollout.n=2 or more",
             )
         longest = 2 * ((config.data.max_prompt_length or 0) + config.rollout.max_response_length)
-        if longest > config.microbatch_tokens:
+        if not config.batch.is_auto and longest > config.microbatch_tokens:
             yield UsageError(
                 "the two completions of a pair share a micro-batch, and may not fit into it",
                 have=f"up to {longest} tokens with their prompts",

@@ -37,6 +37,10 @@ class PairMethod(OfflineMethod):
         """Return how many terms the loss of the global batch has: by default pairs."""
         return micro.num_sequences // 2
 
+    def longest(self, config: RunConfig) -> int:
+        """See `Method.longest`: of two answers."""
+        return 2 * super().longest(config)
+
     def facts(self, config: RunConfig) -> Iterator[tuple[str, str]]:
         """See `Method.facts`."""
         yield "step", count_text(config.batch.examples, "pair")

@@ -13,6 +13,7 @@ from burnish.config.algorithm import AlgorithmConfig
 from burnish.config.distillation import DistillConfig
 from burnish.config.frozen_models import FrozenModel
 from burnish.config.schema import (
+    AUTO_TOKENS,
     MOST_SLOTS,
     BatchConfig,
     DataConfig,
@@ -502,8 +503,8 @@ class Workload:
     @classmethod
     def of_examples(cls, batch: BatchConfig, data: DataConfig) -> Self:
         """Return the work of fine-tuning."""
-        budget = batch.tokens_per_device
-        return cls(budget, batch.examples, 0, data.max_length or budget)
+        longest = AUTO_TOKENS if batch.is_auto else batch.tokens
+        return cls(batch.tokens, batch.examples, 0, data.max_length or longest)
 
     @classmethod
     def of_completions(
@@ -520,7 +521,7 @@ class Workload:
         slots = MOST_SLOTS if rollout.slots == "auto" else rollout.slots
         compared = 0 if algorithm.kl.coef == 0 else 2 if algorithm.kl.place == "reward" else 1
         return cls(
-            budget=batch.tokens_per_device,
+            budget=batch.tokens,
             sequences=batch.prompts * rollout.n,
             prompt=data.max_prompt_length or ASSUMED_PROMPT,
             trained=rollout.max_response_length,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
@@ -19,13 +20,9 @@ _BUFFER = "embed_positions"
 _log = logging.getLogger(__name__)
 
 
-def example_limit(
-    most: int | None, budget: int, hf_config: PretrainedConfig, sharing: int = 1
-) -> tuple[int, str]:
-    """Return the longest example, in tokens, and what limits it: `data.max_length`, `budget` for `sharing` examples, or the model."""
-    limits = {} if most is None else {"data.max_length": most}
-    shared = ", which two answers share" if sharing > 1 else ""
-    limits[f"batch.tokens_per_device{shared}"] = budget // sharing
+def example_limit(settings: Mapping[str, int], hf_config: PretrainedConfig) -> tuple[int, str]:
+    """Return the longest example, in tokens, and what limits it: one of the `settings` (`RunConfig.example_limits`), or the model."""
+    limits = {**settings}
     limits |= rotary_limits(hf_config)
     if _has_position_table(hf_config):
         limits |= length_limits(hf_config)

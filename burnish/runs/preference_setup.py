@@ -27,10 +27,8 @@ def preference_dataset(
     """Read the answers in `paths`, or in their `first` rows. Collective. `settings`, `is_judged`: see `PreferenceDataset`."""
     rows = RankedRows.of(run_rows(foundation, paths, setting, progress).first(first), settings)
     answers = answer_columns(foundation.config.data, rows, settings)
-    config = foundation.config
-    limit, name = example_limit(
-        config.data.max_length, config.microbatch_tokens, foundation.hf_config, len(answers)
-    )
+    limits = foundation.config.example_limits(len(answers))
+    limit, name = example_limit(limits, foundation.hf_config)
     dataset = PreferenceDataset(
         rows,
         foundation.tokenizer,
@@ -58,10 +56,7 @@ def step_dataset(
 ) -> StepDataset:
     """Read the answers in steps in `paths`, or in their `first` rows. Collective."""
     rows = run_rows(foundation, paths, setting, progress).first(first)
-    config = foundation.config
-    limit, name = example_limit(
-        config.data.max_length, config.microbatch_tokens, foundation.hf_config
-    )
+    limit, name = example_limit(foundation.config.example_limits(), foundation.hf_config)
     dataset = StepDataset(
         rows,
         foundation.tokenizer,

@@ -419,8 +419,15 @@ def prompt_dataset(
 
 def prompt_limits(foundation: Foundation) -> dict[str, int]:
     """Return the most tokens of a prompt, by the limit's name. Raises `UsageError` if a completion leaves no room."""
-    response = foundation.config.rollout.max_response_length
-    budgets = {"batch.tokens_per_device": foundation.config.microbatch_tokens}
+    config = foundation.config
+    response = config.rollout.max_response_length
+    limits = {}
+    budgets = {}
+    if config.batch.is_auto:  # only a longest prompt makes it more
+        most = config.sequence_limit(config.longest_completed)
+        limits["data.max_prompt_length"] = most - response
+    else:
+        budgets["batch.tokens_per_device"] = config.microbatch_tokens
     budgets |= length_limits(foundation.hf_config)
     for name, most in budgets.items():
         if response >= most:
@@ -430,7 +437,8 @@ def prompt_limits(foundation: Foundation) -> dict[str, int]:
                 want=f"less than {most}",
                 do=f"lower rollout.max_response_length{f', or raise {name}' if name.startswith('batch') else ''}",
             )
-    return {f"{name} - rollout.max_response_length": n - response for name, n in budgets.items()}
+    rests = {f"{name} - rollout.max_response_length": n - response for name, n in budgets.items()}
+    return limits | rests
 
 
 def run_rows(
@@ -529,10 +537,7 @@ def example_dataset(
     from burnish.runs.example_limits import example_limit, tell_long_examples
 
     rows = run_rows(foundation, paths, setting, progress).first(first)
-    config = foundation.config
-    limit, name = example_limit(
-        config.data.max_length, config.microbatch_tokens, foundation.hf_config
-    )
+    limit, name = example_limit(foundation.config.example_limits(), foundation.hf_config)
     dataset = ExampleDataset(
         rows,
         foundation.tokenizer,

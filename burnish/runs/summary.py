@@ -101,8 +101,8 @@ def summary(
         from burnish.config.frozen_models import frozen_rows
 
         rows += frozen_rows(beside, rows)
-    budget = config.batch.tokens_per_device
-    rows.append(("micro-batch", f"at most {budget} tokens on each device"))
+    auto = " (auto)" if config.batch.is_auto else ""
+    rows.append(("micro-batch", f"at most {config.batch.tokens} tokens on each device{auto}"))
     if method.trains:
         kind = f"{method.title}{' with an adapter' if config.model.adapter else ''}"
         rows.append(

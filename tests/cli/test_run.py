@@ -406,6 +406,7 @@ def test_each_command_starts_its_trainer(
     assert main(["eval", str(directory), "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == {"val/reward/mean": 0.5, "val/n": 12.0}
     config = read_config("c.yaml", ["steps=5"])
+    config = METHODS["sft"].with_tokens(config)
     assert [given[:3] for given in started[:2]] == [
         ("methods.parts.offline_training.train", METHODS["sft"], config),
         ("methods.parts.online_training.train", METHODS["rl"], config),

@@ -256,7 +256,11 @@ BAD: list[tuple[str, list[str], list[str]]] = [
         ["data.chat_template_kwargs={tokenize: false, enable_thinking: false}"],
         ["data.chat_template_kwargs", "remove tokenize;"],
     ),
-    ("sft", ["data.max_length=9000"], ["9000", "batch.tokens_per_device: 8192"]),
+    (
+        "sft",
+        ["data.max_length=9000", "batch.tokens_per_device=8192"],
+        ["9000", "batch.tokens_per_device: 8192"],
+    ),
     (
         "rl",
         ["batch.prompts=10", "batch.minibatches=4"],
@@ -268,7 +272,7 @@ BAD: list[tuple[str, list[str], list[str]]] = [
         ["data.max_prompt_length=100", "rollout.max_response_length=100", "batch.tokens_per_device=199"],
         ["= 200 tokens", "batch.tokens_per_device=200"],
     ),
-    ("rl", ["rollout.max_response_length=8192"], ["8193"]),
+    ("rl", ["rollout.max_response_length=8192", "batch.tokens_per_device=8192"], ["8193"]),
     ("rl", ["algorithm.overlong.buffer=257"], ["257", "256"]),
     ("rl", ["rollout.temperature=0"], ["rollout.temperature: 0", "rollout.temperature=1.0"]),
     (

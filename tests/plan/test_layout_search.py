@@ -72,10 +72,10 @@ def test_larger_microbatches_are_advised_where_weights_travel_too_often():
         "batch": {"examples": 512, "tokens_per_device": 8192},
         "engine": {"activation_checkpointing": "full"},
     }
-    tokens, larger = planner(mixture, devices="8xH100-80G").larger_microbatch(
+    larger = planner(mixture, devices="8xH100-80G").larger_microbatch(
         plan_of(mixture, devices="8xH100-80G")
     )
-    set_so = mixture | {"batch": {"examples": 512, "tokens_per_device": tokens}}
+    set_so = mixture | {"batch": {"examples": 512, "tokens_per_device": larger.tokens}}
     assert larger == plan_of(set_so, devices="8xH100-80G")
     assert larger.fits
     assert larger.step_seconds < 0.95 * plan_of(mixture, devices="8xH100-80G").step_seconds

@@ -10,6 +10,7 @@ import pytest
 from support.runs.training_files import FRESH, burnish, make_files, write_rows
 from transformers import AutoConfig
 
+from burnish.config.schema import RunConfig
 from burnish.runs.example_limits import example_limit
 
 OPT = {"ffn_dim": 32, "word_embed_proj_dim": 32}
@@ -18,18 +19,28 @@ GPTJ = {**GPT2, "rotary_dim": 4}
 
 
 @pytest.mark.parametrize(
-    ("most", "sharing", "limit", "name"),
+    ("most", "tokens", "sharing", "limit", "name"),
     [
-        (None, 1, 8192, "batch.tokens_per_device"),
-        (9, 1, 9, "data.max_length"),
-        (9, 2, 9, "data.max_length"),
-        (5000, 2, 4096, "batch.tokens_per_device, which two answers share"),
+        (None, 8192, 1, 8192, "batch.tokens_per_device"),
+        (9, 8192, 1, 9, "data.max_length"),
+        (9, 8192, 2, 9, "data.max_length"),
+        (5000, 8192, 2, 4096, "batch.tokens_per_device, which two answers share"),
+        (None, "auto:65536", 1, 8192, "data.max_length"),
+        (None, "auto:65536", 2, 4096, "data.max_length"),
+        (20000, "auto:65536", 1, 20000, "data.max_length"),
+        (5000, "auto:65536", 2, 5000, "data.max_length"),
     ],
 )
 def test_what_limits_examples_is_named(
-    most: int | None, sharing: int, limit: int, name: str
+    most: int | None, tokens: int | str, sharing: int, limit: int, name: str
 ) -> None:
-    assert example_limit(most, 8192, AutoConfig.for_model(**FRESH), sharing) == (limit, name)
+    limits = config_of(most, tokens).example_limits(sharing)
+    assert example_limit(limits, AutoConfig.for_model(**FRESH)) == (limit, name)
+
+
+def config_of(most: int | None, tokens: int | str) -> RunConfig:
+    values = {"data": {"max_length": most}, "batch": {"tokens_per_device": tokens}}
+    return RunConfig.model_validate(values)
 
 
 @pytest.mark.parametrize(
@@ -40,7 +51,7 @@ def test_a_table_of_positions_limits_examples(kind: str, settings: dict[str, int
     sizes = {key: value for key, value in FRESH.items() if key in ("vocab_size", "hidden_size")}
     common = {**sizes, "num_attention_heads": 4, "max_position_embeddings": 64}
     hf_config = AutoConfig.for_model(kind, **{**common, **settings})
-    limit, name = example_limit(None, 8192, hf_config)
+    limit, name = example_limit(config_of(None, 8192).example_limits(), hf_config)
     assert (limit == 64) == (kind != "nemotron_h")
     assert ("positions" in name or "max_position" in name) == (limit == 64)
 

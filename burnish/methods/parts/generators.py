@@ -42,6 +42,7 @@ def local_generator(foundation: Foundation) -> Generator:
     config = foundation.config
     name = config.rollout.engine
     options = config.generator_options
+    longest = config.longest_completed
     is_limited = config.data.max_prompt_length is not None
     generator = GENERATORS.load(name, "rollout.engine", options)(
         foundation.hf_config,
@@ -51,7 +52,7 @@ def local_generator(foundation: Foundation) -> Generator:
         slots=config.rollout.slots,
         eos_token_ids=foundation.eos_token_ids,
         decode=foundation.tokenizer.decode,
-        max_length=config.longest_completed if is_limited else config.microbatch_tokens,
+        max_length=longest if is_limited else config.sequence_limit(longest),
         **options,
     )
     GENERATORS.require_complete(generator, name, "rollout.engine")

@@ -94,7 +94,7 @@ def _one(annotation: Any, metadata: list[Any]) -> st.SearchStrategy[Any]:
             "http://collector:4318",
             "me/sums",
         ]
-        texts += ["10%", "1/4 epoch"]
+        texts += ["10%", "1/4 epoch", "auto", "auto:32768"]
         return st.sampled_from([t for t in texts if all(re.search(p, t) for p in patterns)])
     if annotation is str:
         return TEXT.filter(lambda text: len(text) >= bounds.get("min_length", 0))
