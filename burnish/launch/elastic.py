@@ -92,7 +92,7 @@ def planned_tokens(
     if plan is None or refused is not None:
         return 0, f"not planned: {refused.problem if refused else 'it cannot run'}"
     need = f"{bytes_text(plan.need)} of {bytes_text(devices.usable)}"
-    return plan.tokens, f"planned with {need}; more do not fit for sure, or gain nothing"
+    return plan.tokens, f"planned with {need}; larger ones may not fit, or are not quicker"
 
 
 def _recorded_tokens(run: RunDirectory, devices: Devices) -> int:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
-from burnish.config.schema import EngineConfig
+from burnish.config.schema import AUTO_TOKENS, EngineConfig
 from burnish.distributed.accelerators import (
     ACCELERATORS,
     Accelerator,
@@ -51,7 +51,7 @@ _DISK = 2e9
 # Share of the forward pass that the backward pass recomputes.
 _RECOMPUTED = {"none": 0.0, "selective": 0.1, "full": 1.0}
 ASSUMPTIONS = (
-    "every sequence is as long as allowed: without data.max_length a whole batch.tokens_per_device, "
+    f"every sequence is as long as allowed: without data.max_length {AUTO_TOKENS} tokens, or as a number in batch.tokens_per_device, "
     f"without data.max_prompt_length {ASSUMED_PROMPT} tokens and the completion; no two sequences share a prompt",
     f"matrix products at {_EFFICIENCY:.0%} of the device's peak, decoding at {_BANDWIDTH:.0%} of its memory's speed",
     f"links at {_LINKS:.0%} of their peak, {_NETWORK / 1e9:.0f} GB/s between machines of {PER_MACHINE} devices, "

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -29,6 +30,9 @@ from support.runs.training_files import (
     weights,
     write_rows,
 )
+
+from burnish.config.document import recorded
+from burnish.config.schema import AUTO_TOKENS
 
 pytestmark = [
     pytest.mark.nightly,
@@ -198,6 +202,26 @@ def test_a_run_ends_where_a_formula_mixes_devices(work: Path) -> None:
     run_of(work, "rl-mixing-cpu")
     assert exit_code(work, "rl-mixing-npu") == 1
     assert "RuntimeError" in output(work, "rl-mixing-npu")
+
+
+def test_tokens_are_chosen_where_the_planner_knows_the_device(site: Path, tmp_path: Path) -> None:
+    """Ranks choose the same, and a run goes on with what it chose."""
+    known = tmp_path / "known"
+    shutil.copytree(site, known)
+    module = known / "pretended_npu/__init__.py"
+    module.write_text(module.read_text().replace("Pretended device", "Ascend910B2"))
+    make_files(tmp_path)
+    mixture = json.dumps({**MIXTURE, "num_experts": 128, "num_experts_per_tok": 1})
+    more = ["batch.tokens_per_device=auto", "batch.examples=4096", "data.max_length=64"]
+    more += [f"model.fresh={mixture}", "data.validation=[]", "evaluation.every=0"]
+    for steps in (1, 2):
+        name = f"steps-{steps}"
+        asked = {name: ["sft", "sft.yaml", "name=run", *more, f"steps={steps}"]}
+        wait_for(*(start(tmp_path, name, asked, known, rank) for rank in two_ranks()))
+        assert exit_code(tmp_path, name) == 0, output(tmp_path, name)
+        batch = recorded(tmp_path / "runs/run/config.yaml").batch
+        assert batch.is_auto
+        assert batch.tokens > AUTO_TOKENS
 
 
 REFUSED = {
