@@ -1,6 +1,6 @@
 """Generators inside the trainer, in a process beside it, and in `burnish serve`.
 
-    python -m bench.rollout [--json] [--rounds N] [--cases tokens vllm update weights ahead]
+    python -m bench.rollout [--json] [--rounds N] [--cases tokens vllm update weights shared ahead]
 
 All processes have one thread and compute in fp32 on the CPU. vLLM takes part if it is installed.
 
@@ -10,6 +10,8 @@ All processes have one thread and compute in fp32 on the CPU. vLLM takes part if
 - `weights`: the same weights to a process beside the trainer: through memory that both map, by broadcast (gloo) and over HTTP as to another
   machine. The limits are a copy within this process, and a broadcast of as many bytes to a process that does nothing with them. Beside the
   time of all, there are the time of the main thread, and the bytes over HTTP.
+- `shared`: the same weights to a server with vLLM's tensor parallelism over two processes, which both map the memory, beside gloo's broadcasts
+  to both: the time of all, the time of the main thread, and the processor time of all processes.
 - `ahead`: `burnish rl` with `rollout.place: child`, `rollout.ahead` 0 and 1, in turns. `SLOTS` is chosen so that generating
   and training take equally long. The figure is the median of a run's steps without the first two and the last two.
 
@@ -23,9 +25,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from functools import partial
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
@@ -258,10 +261,6 @@ def unmappable(specs: Sequence[TensorSpec], device: torch.device | None) -> list
 
 def weights(rounds: int) -> list[Result]:
     """Measure the ways of weights to a process on this machine: GB/s, seconds of the main thread, and bytes over HTTP."""
-    stagings: dict[str, Any] = {"gloo": unmappable, "HTTP": lambda *given: []}
-    threads: dict[str, list[float]] = {way: [] for way in WAYS}
-    over_http = dict.fromkeys(WAYS, 0)
-    plain_send = Server.send
     with world("88m") as directory, ExitStack() as stack:
         shards = list(model_shards(fresh_model(directory)))
         room = [torch.empty_like(shard.tensor) for shard in shards]
@@ -269,23 +268,10 @@ def weights(rounds: int) -> list[Result]:
             read_config(str(directory / "config.yaml"), ["rollout.place=child"])
         )
         made = {way: stack.enter_context(closing(make_generator(foundation))) for way in WAYS}
-
-        def load(way: str) -> None:
-            def send(server: Server, upload: Upload, message: messages.Parts) -> None:
-                over_http[way] += sum(map(len, message))
-                plain_send(server, upload, message)
-
-            over_http[way] = 0
-            begin = time.thread_time()
-            target = "burnish.rollout.client.make_stagings"
-            with (
-                patch(target, stagings.get(way, make_stagings)),
-                patch.object(Server, "send", send),
-            ):
-                made[way].load_weights(Publication(shards), 0)
-            threads[way].append(time.thread_time() - begin)
-
-        sides: dict[str, Callable[[], object]] = {way: partial(load, way) for way in WAYS}
+        loads = Loads(made, shards)
+        threads = loads.threads
+        over_http = loads.over_http
+        sides: dict[str, Callable[[], object]] = {way: partial(loads.load, way) for way in WAYS}
         sides["copy"] = partial(copy, shards, room)
         sides["broadcast"] = stack.enter_context(plain_broadcast(shards))
         seconds = interleaved(sides, rounds)
@@ -305,6 +291,79 @@ def weights(rounds: int) -> list[Result]:
         name = f"rollout/weights/{way}, bytes over HTTP"
         results.append(Result(name, *pair, None, "of the weights'", pair[1] / pair[0], 100.0))
     return results
+
+
+class Loads:
+    """Sends the same weights by each way, and measures the sender."""
+
+    def __init__(self, generators: Mapping[str, Generator], shards: Sequence[Shard]) -> None:
+        self._generators = generators
+        self._shards = shards
+        self.threads: dict[str, list[float]] = {way: [] for way in generators}
+        """Seconds of the main thread."""
+        self.over_http = dict.fromkeys(generators, 0)
+        """Bytes of the last load."""
+
+    def load(self, way: str) -> None:
+        """Send the weights."""
+        stagings: dict[str, Any] = {"gloo": unmappable, "HTTP": lambda *given: []}
+        plain_send = Server.send
+
+        def send(server: Server, upload: Upload, message: messages.Parts) -> None:
+            self.over_http[way] += sum(map(len, message))
+            plain_send(server, upload, message)
+
+        self.over_http[way] = 0
+        begin = time.thread_time()
+        target = "burnish.rollout.client.make_stagings"
+        with (
+            patch(target, stagings.get(way, make_stagings)),
+            patch.object(Server, "send", send),
+        ):
+            self._generators[way].load_weights(Publication(self._shards), 0)
+        self.threads[way].append(time.thread_time() - begin)
+
+
+def shared(rounds: int) -> list[Result]:
+    """Measure how weights reach two processes of one vLLM: through memory that both map, and by gloo's broadcasts."""
+    if find_spec("vllm") is None:
+        return []
+    psutil = import_module("psutil")  # vLLM needs it
+
+    processor: dict[str, list[float]] = {"memory": [], "gloo": []}
+    with world("88m") as directory, ExitStack() as stack:
+        file = str(directory / "config.yaml")
+        settings = ["rollout.engine=vllm", "rollout.tensor_parallel=2", "rollout.place=servers"]
+        stack.enter_context(server([file, *settings]))
+        foundation = lay_foundation(read_config(file, settings))
+        shards = list(model_shards(fresh_model(directory)))
+        made = {way: stack.enter_context(closing(make_generator(foundation))) for way in processor}
+        loads = Loads(made, shards)
+
+        def spent() -> float:
+            own = psutil.Process()
+            return sum(sum(each.cpu_times()[:2]) for each in (own, *own.children(recursive=True)))
+
+        def load(way: str) -> None:
+            begin = spent()
+            loads.load(way)
+            processor[way].append(spent() - begin)
+
+        seconds = interleaved({way: partial(load, way) for way in processor}, rounds)
+    size = sum(shard.tensor.nbytes for shard in shards) / 1e9
+    measured = {"": seconds, ", main thread": loads.threads, ", processors": processor}
+    return [
+        Result(
+            f"rollout/shared/memory{what}",
+            median(times["memory"]) / size,
+            median(times["gloo"]) / size,
+            None,
+            "s/GB",
+            ratio(times["gloo"], times["memory"]),
+            1.0,
+        )
+        for what, times in measured.items()
+    ]
 
 
 @contextmanager
@@ -390,7 +449,14 @@ def run(directory: Path, name: str, k: int) -> list[dict[str, Any]]:
     return [row for row in rows if "timing_s/step" in row][2:-2]
 
 
-CASES = {"tokens": tokens, "vllm": vllm, "update": update, "weights": weights, "ahead": ahead}
+CASES = {
+    "tokens": tokens,
+    "vllm": vllm,
+    "update": update,
+    "weights": weights,
+    "shared": shared,
+    "ahead": ahead,
+}
 
 
 def main() -> None:
