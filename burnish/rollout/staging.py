@@ -1,8 +1,8 @@
 """Pass weights to a generator on this machine through memory that both processes map. Only their places go over the socket.
 
 Two buffers take turns: the sender fills one while the receiver reads the other. Host memory is a file without a name, which the
-receiver opens by the sender's process id. So the system frees it however the processes end. If both use one CUDA device, it is
-memory of this device (CUDA IPC).
+receiver opens by the sender's process id. So the system frees it however the processes end. If the receiver uses the sender's CUDA
+device, or one that reads its memory, it is memory of this device (CUDA IPC).
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import secrets
 import socket
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,7 +33,7 @@ _MOST_BYTES = 256 << 20
 _LEAST_BYTES = 1 << 16
 _DIVISIONS = 8
 _FILE = "burnish-weights"
-# Bytes before the buffers, for the number that shows a receiver that it has the sender's file.
+# Bytes before the buffers, for the number that shows a receiver that it reads the sender's memory.
 _HEAD_BYTES = 4096
 _PROOF_BYTES = 16
 
@@ -58,15 +59,17 @@ class Staging:
         length = _HEAD_BYTES + on_host * 2 * self._size
         os.ftruncate(file, length)
         memory = _mapped_file(os.getpid(), file, length)
-        proof = secrets.token_bytes(_PROOF_BYTES)
-        memory[:_PROOF_BYTES] = torch.frombuffer(bytearray(proof), dtype=torch.uint8)
-        self._memory = memory[_HEAD_BYTES:]
+        proof = torch.frombuffer(bytearray(secrets.token_bytes(_PROOF_BYTES)), dtype=torch.uint8)
+        memory[:_PROOF_BYTES] = proof
         self.offer: dict[str, Any] = {"process": os.getpid(), "file": file, "bytes": length}
         """What a receiver needs to map the memory."""
-        self.offer["proof"] = proof.hex()
+        self.offer["proof"] = proof.tolist()
         if not on_host:
-            self._memory = torch.empty(2 * self._size, dtype=torch.uint8, device=device)
-            self.offer["device"] = _device_memory(self._memory)
+            memory = torch.empty(_HEAD_BYTES + 2 * self._size, dtype=torch.uint8, device=device)
+            memory[:_PROOF_BYTES] = proof
+            synchronize(device)
+            self.offer["device"] = _device_memory(memory)
+        self._memory = memory[_HEAD_BYTES:]
         self.handed_over = self._memory[:0]
         """The bytes of the buffer that `turn` has last told of."""
         self._turn = 0
@@ -152,20 +155,21 @@ def pieces(memory: Tensor, rows: Sequence[Sequence[Any]], begin: int) -> Iterato
 
 
 def first_mapped(
-    offers: Sequence[Mapping[str, Any]], device: torch.device
+    offers: Sequence[Mapping[str, Any]], device: torch.device, *, peers: bool = False
 ) -> tuple[int, Tensor] | None:
     """Return the index and memory of the first offer that this process can map.
 
-    It takes host memory of this machine, and memory of `device`. Raises `NONSENSE`.
+    It takes host memory of this machine, and memory of `device`. With `peers`, it also takes memory of devices that this process sees and
+    `device` reads. Raises `NONSENSE`.
     """
     for number, offer in enumerate(offers):
-        memory = _mapped(offer, device)
+        memory = _mapped(offer, device, peers)
         if memory is not None:
             return number, memory
     return None
 
 
-def _mapped(offer: Mapping[str, Any], device: torch.device) -> Tensor | None:
+def _mapped(offer: Mapping[str, Any], device: torch.device, peers: bool) -> Tensor | None:
     process, file, length = (int(offer[name]) for name in ("process", "file", "bytes"))
     path = f"/proc/{process}/fd/{file}"
     try:
@@ -173,10 +177,16 @@ def _mapped(offer: Mapping[str, Any], device: torch.device) -> Tensor | None:
         if not os.readlink(path).startswith(f"/memfd:{_FILE}") or os.stat(path).st_size != length:
             return None
         memory = _mapped_file(process, file, length)
-        if bytes(memory[:_PROOF_BYTES].tolist()) != bytes.fromhex(offer["proof"]):
+        if memory[:_PROOF_BYTES].tolist() != offer["proof"]:
             return None
         if "device" in offer:
-            return _mapped_device(offer["device"], device)
+            index = _index_to_map(offer["device"]["uuid"], device, peers)
+            if index is None:
+                return None
+            memory = _mapped_device(offer["device"], index)
+            # By way of `device`, as weights go: the memory may be another device's.
+            if memory[:_PROOF_BYTES].to(device).tolist() != offer["proof"]:
+                return None
         return memory[_HEAD_BYTES:]
     except (OSError, RuntimeError):
         return None
@@ -195,11 +205,26 @@ def _device_memory(memory: Tensor) -> dict[str, Any]:
     return {"uuid": uuid_of(memory.device), "handle": handle}
 
 
-def _mapped_device(offer: Mapping[str, Any], device: torch.device) -> Tensor | None:
-    if device.type != "cuda" or offer["uuid"] != uuid_of(device):
+def _index_to_map(uuid: str, device: torch.device, peers: bool) -> int | None:
+    if device.type != "cuda":
         return None
+    own = torch.cuda.current_device() if device.index is None else device.index
+    uuids = [uuid_of(torch.device("cuda", index)) for index in range(torch.cuda.device_count())]
+    reads = partial(torch.cuda.can_device_access_peer, own)
+    return index_of(uuid, uuids, own, reads if peers else lambda index: False)
+
+
+def index_of(uuid: str, uuids: Sequence[str], own: int, reads: Callable[[int], bool]) -> int | None:
+    """Return the index of the device with a name, if it is `own` or one whose memory that device `reads`."""
+    if uuid not in uuids:
+        return None
+    index = uuids.index(uuid)
+    return index if index == own or reads(index) else None
+
+
+def _mapped_device(offer: Mapping[str, Any], index: int) -> Tensor:
+    """Map memory of the device with an index in this process, where the sender may count otherwise."""
     handle = [bytes.fromhex(part) if isinstance(part, str) else part for part in offer["handle"]]
-    index = torch.cuda.current_device() if device.index is None else device.index
     storage = torch.UntypedStorage._new_shared_cuda(index, *handle)
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 

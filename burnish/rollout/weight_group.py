@@ -276,9 +276,11 @@ class OwnProcess:
 
     count = 1
 
-    def __init__(self, device: torch.device, rank: int = 1) -> None:
+    def __init__(self, device: torch.device, rank: int = 1, *, peers: bool = False) -> None:
+        """With `peers` it maps memory of other devices too."""
         self.device = device if device.type == "cuda" else torch.device("cpu")
         self._rank = rank
+        self._peers = peers
         self._mapped: MappedStaging | None = None
         self._member: GroupMember | None = None
 
@@ -289,7 +291,7 @@ class OwnProcess:
     def map(self, offers: Sequence[Mapping[str, Any]]) -> int | None:
         """See `Receivers.map`."""
         self.unmap()
-        mapped = first_mapped(offers, self.device)
+        mapped = first_mapped(offers, self.device, peers=self._peers)
         if mapped is None:
             return None
         number, memory = mapped

@@ -309,6 +309,30 @@ class TestAdapter:
 
 
 @pytest.mark.parametrize("device", DEVICES)
+def test_two_processes_map_the_weights_of_two_ranks_beside_them(
+    tmp_path: Path, device: torch.device
+) -> None:
+    """On GPUs they map memory of the first one, which is the own device of one process and a peer of the other."""
+    if device != CPU and torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    work = make_files(tmp_path)
+    rollout = {**RL["rollout"], "engine": "vllm", "place": "child", "check_every": 1}
+    settings = {
+        **RL,
+        "name": "shared",
+        "model": {**RL["model"], "fresh": {**RL["model"]["fresh"], **WIDE}},
+        "engine": {"precision": "bf16"},
+        "rollout": {**rollout, "tensor_parallel": 2, "max_disagreement": 0.1},
+        "steps": 3,
+    }
+    (work / "shared.json").write_text(json.dumps(settings))
+    command = ["rl", "shared.json", "--processes", "2"]
+    finish_run(start_run(work, "shared", device, command), work, "shared")
+    assert [row["step"] for row in metrics(work / "runs" / "shared") if row["step"]] == [1, 2, 3]
+    assert f"over shared memory ({device.type})" in (work / "shared.txt").read_text()
+
+
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_a_run_draws_with_it_to_the_end(
     tmp_path: Path, device: torch.device, precision: str

@@ -36,7 +36,7 @@ KINDS = [
 def serve(kind: str, pipe: Connection) -> None:
     """Serve a generator on the second device until this process is killed."""
     device = torch.device(kind, 1) if kind == "cuda" else torch.device(kind)
-    group_module.first_mapped = lambda offers, device: None  # as on another machine
+    group_module.first_mapped = lambda offers, device, peers: None  # as on another machine
     generator = BuiltinGenerator(
         tiny_model().config,
         layout=Layout(),

@@ -106,7 +106,7 @@ class TestWithBroadcastWeights(TestServedGenerator):
     @pytest.fixture(autouse=True)
     def _elsewhere(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(
-            "burnish.rollout.weight_group.first_mapped", lambda offers, device: None
+            "burnish.rollout.weight_group.first_mapped", lambda offers, device, peers: None
         )
 
     def make(self, model: PreTrainedModel, **options: Any) -> ServedGenerator:

@@ -40,7 +40,13 @@ from burnish.errors import BurnishError
 from burnish.models.names import model_shards
 from burnish.rollout import messages
 from burnish.rollout.client import ServedGenerator, Server
-from burnish.rollout.staging import MappedStaging, Staging, first_mapped, make_stagings
+from burnish.rollout.staging import (
+    MappedStaging,
+    Staging,
+    first_mapped,
+    index_of,
+    make_stagings,
+)
 from burnish.rollout.weight_group import GroupHost
 
 CPU = torch.device("cpu")
@@ -123,7 +129,7 @@ def test_every_way_brings_the_same_weights_and_says_which_it_takes(
         with monkeypatch.context() as patch, serving(own(tiny_model())) as server:
             if way != "shared memory (cpu)":
                 patch.setattr(
-                    "burnish.rollout.weight_group.first_mapped", lambda offers, device: None
+                    "burnish.rollout.weight_group.first_mapped", lambda offers, device, peers: None
                 )
             if way == "HTTP":
                 patch.setattr(GroupHost, "invite", refuse)
@@ -150,7 +156,7 @@ def test_memory_of_others_is_not_taken() -> None:
         {"file": plain},
         {"file": other},
         {"bytes": staging.offer["bytes"] + 1},
-        {"proof": "00" * 16},
+        {"proof": [0] * 16},
         {"device": {"uuid": "GPU-0", "handle": []}},
     ]
     try:
@@ -164,6 +170,47 @@ def test_memory_of_others_is_not_taken() -> None:
     finally:
         os.close(plain)
         os.close(other)
+
+
+@pytest.mark.parametrize(
+    ("uuid", "own", "peers", "wanted"),
+    [
+        ("GPU-b", 1, (), 1),  # the process's own device, whatever number the sender gives it
+        ("GPU-b", 0, (), None),
+        ("GPU-b", 0, (2,), None),
+        ("GPU-b", 0, (1, 2), 1),
+        ("GPU-d", 0, (0, 1, 2), None),
+    ],
+)
+def test_a_device_is_found_by_name_if_it_is_the_own_one_or_one_that_is_read(
+    uuid: str, own: int, peers: tuple[int, ...], wanted: int | None
+) -> None:
+    assert index_of(uuid, ["GPU-a", "GPU-b", "GPU-c"], own, peers.__contains__) == wanted
+
+
+@pytest.mark.parametrize("fault", ["", "no such device", "does not open", "other memory"])
+def test_memory_of_a_device_counts_only_if_the_proof_is_read_there(
+    fault: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the next offer is taken. Host memory takes the device's place."""
+    [staging] = make_stagings([TensorSpec("w", (1,), torch.float32)], None)
+    there = torch.cat([torch.tensor(staging.offer["proof"]), torch.arange(5000)]).to(torch.uint8)
+
+    def open_handle(offer: Any, index: int) -> torch.Tensor:
+        assert (offer["handle"], index) == ("handle", 3)
+        if fault == "does not open":
+            raise RuntimeError("invalid device context")
+        return torch.zeros_like(there) if fault == "other memory" else there
+
+    index = None if fault == "no such device" else 3
+    monkeypatch.setattr("burnish.rollout.staging._index_to_map", lambda *given: index)
+    monkeypatch.setattr("burnish.rollout.staging._mapped_device", open_handle)
+    on_device = staging.offer | {"device": {"uuid": "GPU-b", "handle": "handle"}}
+    found = first_mapped([on_device, staging.offer], CPU, peers=True)
+    assert found is not None
+    assert found[0] == bool(fault)
+    if not fault:
+        torch.testing.assert_close(found[1], there[4096:])
 
 
 def send_and_wait(pipe: Connection, url: str) -> None:

@@ -48,7 +48,9 @@ CPU = torch.device("cpu")
 @pytest.fixture(autouse=True)
 def elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """No server maps the sender's memory, as on another machine."""
-    monkeypatch.setattr("burnish.rollout.weight_group.first_mapped", lambda offers, device: None)
+    monkeypatch.setattr(
+        "burnish.rollout.weight_group.first_mapped", lambda offers, device, peers: None
+    )
     monkeypatch.setattr("burnish.rollout.client.is_here", lambda connection: False)
 
 
@@ -162,7 +164,7 @@ def serve_until_killed(pipe: Connection, how: int) -> None:
 
     import burnish.rollout.weight_group as module
 
-    module.first_mapped = lambda offers, device: None
+    module.first_mapped = lambda offers, device, peers: None
     with serving(Reader(at)) as server:
         pipe.send(server.url)
         threading.Event().wait(60)

@@ -88,7 +88,9 @@ def forget_received(worker: Any) -> None:
 
 def _of(worker: Any) -> _Received:
     if not hasattr(worker, "burnish_received"):
-        worker.burnish_received = _Received(OwnProcess(worker.device, 1 + worker.rank))
+        # The sender's device is one process's own, and the others see it.
+        process = OwnProcess(worker.device, 1 + worker.rank, peers=True)
+        worker.burnish_received = _Received(process)
     found: _Received = worker.burnish_received
     return found
 
@@ -121,8 +123,9 @@ def _receive(worker: Any, rows: Sequence[Sequence[Any]], begin: int, size: int) 
         for shard in here.process.read(rows, begin, size):
             spec = shard.spec
             if spec.name not in here.tensors:
-                room = torch.empty(spec.shape, dtype=spec.dtype, device=shard.tensor.device)
-                here.tensors[spec.name] = room
+                # On its own device: the sender's has no room for every process's copy.
+                device = here.process.device if shard.tensor.is_cuda else shard.tensor.device
+                here.tensors[spec.name] = torch.empty(spec.shape, dtype=spec.dtype, device=device)
             here.tensors[spec.name][shard.box.slices].copy_(shard.tensor)
     except FAILURES as error:
         return f"{type(error).__name__}: {error}"
