@@ -25,6 +25,7 @@ from support.models.adapters import EXPERTS, published_beside
 from support.models.generators import builtin, make_generator
 from support.models.servers import TOKEN, served, serving
 from support.models.tiny import tiny_model
+from support.ranks.waiting import until_stopped
 from transformers import AutoConfig, PreTrainedModel
 
 from burnish.boxes.box import Box, whole
@@ -597,7 +598,9 @@ def test_a_process_that_cannot_map_hangs_or_dies_does_no_harm(
         load(1, "gloo")
         ours._call(mapping(True))
         load(2, "shared memory (cpu)")
-        os.kill(lose(signal.SIGSTOP), signal.SIGCONT)
+        pid = lose(signal.SIGSTOP)
+        until_stopped(pid)
+        os.kill(pid, signal.SIGCONT)
         load(3, "shared memory (cpu)")
         lose(signal.SIGKILL)
         generator.load_weights(Publication(model_shards(made())), 4)

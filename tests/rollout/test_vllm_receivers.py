@@ -25,6 +25,7 @@ from support.models.servers import (
 )
 from support.nightly import by_day
 from support.ranks.fork_server import Forked
+from support.ranks.waiting import until_stopped
 
 from burnish.boxes.shards import Publication, Shard
 from burnish.distributed.layout import Layout
@@ -225,14 +226,16 @@ def test_a_process_that_ends_in_the_middle_loses_its_generator_alone(
         stack.callback(ending.close)  # before its server ends, which waits for a process that hangs
         second = stack.enter_context(serving(others))
         ending.call(before_a_piece, 1, how)
-        first.timeout = 0.6 if how is hang else 30.0
+        first.timeout = 2.0 if how is hang else 30.0
         specs = [shard.spec for shard in staged(COUNT, 0)]
         url, replacement = first.url, lambda lost, others: {url: (url, TOKEN) for url in lost}
         generator = ServedGenerator([first, second], specs, Layout(), revive=replacement)
         generator.load_weights(Publication(staged(COUNT, 1)), 1)
         assert [*generator._lost] == [first]
         assert others.got == sent(1)
+        first.timeout = 30.0
         if how is hang:
+            until_stopped(ending.processes[1].pid)
             ending.processes[1].send(signal.SIGCONT)
         else:
             assert Server(url, TOKEN, 30.0, VOCABULARY).about()["version"] is None

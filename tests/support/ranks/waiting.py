@@ -17,12 +17,17 @@ def until(fine: Callable[[], Any], seconds: float = 200) -> None:
 
 def until_gone(pid: int) -> None:
     """Wait until a process has ended, also if nobody waits for it."""
-    status = Path(f"/proc/{pid}/stat")
+    until(lambda: _state(pid) in ("", "Z"))
 
-    def is_gone() -> bool:
-        try:
-            return status.read_text().rpartition(")")[2].split()[0] == "Z"
-        except (FileNotFoundError, ProcessLookupError):
-            return True
 
-    until(is_gone)
+def until_stopped(pid: int) -> None:
+    """Wait until a signal has stopped a process."""
+    until(lambda: _state(pid) == "T")
+
+
+def _state(pid: int) -> str:
+    """The system's letter for what a process does, or nothing if it is gone."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
