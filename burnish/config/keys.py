@@ -130,6 +130,8 @@ def _words(schema: _Schema, sections: _Schema) -> str:
         return ", or ".join(_words(kind, sections) for kind in schema["anyOf"])
     if "$ref" in schema:
         return "a section of settings"
+    if "const" in schema:
+        return str(schema["const"])
     if "enum" in schema:
         return f"one of {', '.join(schema['enum'])}"
     if pattern := schema.get("pattern"):

@@ -33,6 +33,8 @@ def test_every_setting_leaves_a_choice_and_is_read() -> None:
         ("steps", "a whole number, 1 or more, or null"),
         ("rollout.top_p", "a number, more than 0, at most 1"),
         ("engine.precision", "one of auto, bf16, fp32"),
+        ("optim.lr", "auto, or a number, 0 or more"),
+        ("reward.on_error", "drop, or a number"),
         ("data.shuffle", "true or false"),
         ("data.train", "a list of texts"),
         ("rollout.stop", "a list of texts, each not empty"),
