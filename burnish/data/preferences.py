@@ -245,7 +245,17 @@ class PreferenceDataset(AnswerRows[tuple[Example, ...]]):
             text = f"dropped rows whose chosen and rejected answers are equal, such as {name}"
             self._encoder.unread.note("equal answers", text)
         prompt = None if self._prompt is None else prompt_at(row, self._prompt)
-        if len(answers) == 2 and all(_is_whole(answer) for answer in answers):
+        whole = [_is_whole(answer) for answer in answers]
+        if len(answers) == 2 and any(whole) and not all(whole):
+            raise UsageError(
+                f"{name} has one answer with its prompt, and one without",
+                have=f"a whole conversation in {self._answers[whole.index(True)]} alone",
+                want="whole conversations in both columns, or answers in both",
+                do="correct the row",
+            )
+        if not all(isinstance(answer, str) for answer in answers):  # both have one form
+            answers = [_as_messages(answer) for answer in answers]
+        if all(whole) and len(answers) == 2:
             if self._prompt is not None:
                 said = "\n".join(map(_words, chain.from_iterable(answers)))
                 words = prompt if isinstance(prompt, str) else [*map(_words, prompt or ())]
@@ -266,6 +276,13 @@ class PreferenceDataset(AnswerRows[tuple[Example, ...]]):
         chosen, rejected = answers
         same = takewhile(lambda pair: pair[0] == pair[1], zip(chosen, rejected, strict=False))
         shared = min(len([*same]), len(chosen) - 1, len(rejected) - 1)
+        if not shared and chosen[0] == rejected[0]:
+            raise UsageError(
+                f"a conversation of {name} ends with its prompt",
+                have=f"{chosen[-1]!s:.60} and {rejected[-1]!s:.60} at the ends",
+                want="an answer after the prompt in both",
+                do="correct the row",
+            )
         if not shared:
             raise UsageError(
                 f"the conversations of {name} have no message in common",
@@ -305,6 +322,10 @@ def _words(message: Any) -> str:
     if not isinstance(message, dict):
         return ""
     return str(message.get("content") or message.get("value") or "")
+
+
+def _as_messages(answer: Any) -> Any:
+    return [{"role": "assistant", "content": answer}] if isinstance(answer, str) else answer
 
 
 def _is_whole(answer: Any) -> bool:

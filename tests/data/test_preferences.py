@@ -161,6 +161,29 @@ CHOSEN = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "y
 REJECTED = [CHOSEN[0], {"role": "assistant", "content": "no"}]
 
 
+def test_both_answers_of_a_pair_have_one_form(tmp_path: Path) -> None:
+    """A text beside messages becomes a message, as elsewhere."""
+    user, said = CHOSEN
+    pair = {"prompt": [user], "chosen": [said], "rejected": [{**said, "content": "no"}]}
+    wanted = told(read(tmp_path, [pair], PairSettings(), 99))
+    for row in ({**pair, "rejected": "no"}, {**pair, "prompt": "hi", "rejected": "no"}):
+        assert told(read(tmp_path, [row], PairSettings(), 99)) == wanted
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": "hi", "chosen": CHOSEN, "rejected": REJECTED[1:]},
+        {"prompt": "hi", "chosen": CHOSEN, "rejected": "no"},
+        {"chosen": CHOSEN, "rejected": CHOSEN[:1]},
+        {"chosen": CHOSEN[:1], "rejected": CHOSEN[:1]},
+    ],
+)
+def test_pairs_of_unequal_parts_are_refused(tmp_path: Path, row: dict[str, Any]) -> None:
+    with pytest.raises(UsageError):
+        read(tmp_path, [row], PairSettings(), 99)
+
+
 @pytest.mark.parametrize(
     ("prompt", "is_named"),
     [("hi", False), (CHOSEN[:1], False), ("be kind", True), ([{"content": "be kind"}], True)],
