@@ -104,6 +104,9 @@ class ChatEncoder:
             ending = {role: token for role, token in openers.items() if token in eos_token_ids}
             self._openers = {r: t for r, t in ending.items() if t is not None and t != self._eos}
         self._stops = [*self._past_ends, *eos_token_ids]
+        unknown = tokenizer.unk_token_id
+        others = (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id)
+        self._unknown = None if unknown in others else unknown
         # Compare with `plain`: the tokens for a sequence's beginning and end may have the same id.
         plain, closed = (
             tokenizer("0", add_special_tokens=each)["input_ids"] for each in (False, True)
@@ -139,6 +142,8 @@ class ChatEncoder:
             return_attention_mask=False,
             verbose=False,
         )["input_ids"]
+        if self._unknown is not None:
+            self._note_unknown(texts, lists)
         if special and self._closes_itself:
             lists = [tokens[:-1] for tokens in lists]
         if special and self._doubled:
@@ -148,6 +153,13 @@ class ChatEncoder:
                     begun = f"texts begin with {self._tokenizer.bos_token}, such as {texts[number]!r:.60}; the tokenizer does not add it again"
                     self.unread.note("the beginning", begun)
         return lists
+
+    def _note_unknown(self, texts: Sequence[str], lists: Sequence[Sequence[int]]) -> None:
+        token = self._tokenizer.unk_token
+        lost = (text for text, ids in zip(texts, lists, strict=True) if self._unknown in ids)
+        if text := next((each for each in lost if token not in each), None):
+            said = f"the tokenizer does not know some characters of {text!r:.60}, and perhaps of other texts: the model reads {token} in their place"
+            self.unread.note("unknown characters", said)
 
     def _beginning(self, text: str) -> str:
         """Return the text, or a beginning of it that is already over the limit."""

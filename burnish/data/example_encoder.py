@@ -133,6 +133,7 @@ class ExampleEncoder(ChatEncoder):
                 continue
             out = self._render(row.messages, row, **_MARKING)
             ids = np.array(out["input_ids"], dtype=np.int64)
+            self._note_unknown([text], [out["input_ids"]])
             mask = np.array(out["assistant_masks"], dtype=np.bool_)
             begins, ends = np.array(out["offset_mapping"]).reshape(-1, 2).T
             for i in np.flatnonzero(begins[1:] < ends[:-1]) + 1:  # further bytes of one character

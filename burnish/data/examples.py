@@ -21,6 +21,7 @@ from burnish.data.columns import (
     value_at,
 )
 from burnish.data.example_encoder import Encoded, ExampleEncoder, Text
+from burnish.data.messages import THOUGHTS
 from burnish.data.sources import Rows
 from burnish.data.tasks import Item, RowDataset
 from burnish.distributed.layout import Layout
@@ -42,6 +43,19 @@ def by_weight(row: Conversation) -> dict[float, Conversation]:
         )
         for weight in {*weights.values()} - {1.0}
     }
+
+
+def _is_empty(row: Conversation | Text) -> bool:
+    """Return whether an answer to train on has no words, no thoughts and no calls."""
+    if isinstance(row, Text):
+        return bool(row.prompt) and not row.text.strip()
+    keys = ("content", "tool_calls", *THOUGHTS)
+    said = ([row.messages[turn].get(key) for key in keys] for turn in row.turns)
+    return any(not any(map(_has_words, values)) for values in said)
+
+
+def _has_words(value: Any) -> bool:
+    return bool(value.strip() if isinstance(value, str) else value)
 
 
 class AnswerRows(RowDataset[Item]):
@@ -69,6 +83,9 @@ class AnswerRows(RowDataset[Item]):
         return Conversation(before + after, name, context, self._tools(row, name), others)
 
     def _encoded(self, shaped: Sequence[Conversation | Text]) -> list[Encoded]:
+        if empty := next((each.name for each in shaped if _is_empty(each)), None):
+            text = f"an answer of {empty} is empty, and perhaps others are: the model learns to say nothing there; remove such rows, or set loss: false for such messages"
+            self._encoder.unread.note("empty answers", text)
         chats = iter(
             self._encoder.conversations([x for x in shaped if isinstance(x, Conversation)])
         )

@@ -230,6 +230,35 @@ def test_the_history_of_an_alpaca_row_is_read_and_trained_on(rows_of, caplog) ->
     assert ["'history'" in each for each in caplog.messages] == [True]
 
 
+@pytest.mark.parametrize("template", [CHATML, CHATML_MARKED])
+def test_characters_that_the_tokenizer_does_not_know_are_named_once(
+    rows_of, caplog, template: str
+) -> None:
+    known = {"messages": [user("write <unk>"), bot("x")]}
+    lost = {"messages": [user("é"), bot("x")]}
+    example(rows_of([known], "known.jsonl"), template)
+    assert caplog.messages == []
+    example(rows_of([known, lost, lost]), template)
+    assert ["é" in each for each in caplog.messages] == [True]
+    caplog.clear()
+    prompt(rows_of([known, lost, lost]), template)
+    assert ["é" in each for each in caplog.messages] == [True]
+
+
+def test_answers_without_words_are_named_once(rows_of, caplog) -> None:
+    call = {"type": "function", "function": {"name": "look", "arguments": {}}}
+    whole = [user("a"), bot("", tool_calls=[call]), user("b"), bot("", weight=0), bot("c")]
+    example(rows_of([{"messages": whole}], "whole.jsonl"), WRITES)
+    assert caplog.messages == []
+    empty = {"messages": [user("a"), bot(" "), user("b"), bot("c")]}
+    example(rows_of([{"messages": whole}, empty, empty]), WRITES)
+    assert ["row 1" in each for each in caplog.messages] == [True]
+    caplog.clear()
+    pairs = [{"prompt": "1+1=", "completion": text} for text in ("2", "", "")]
+    example(rows_of(pairs, "pairs.jsonl"), None)
+    assert ["row 1" in each for each in caplog.messages] == [True]
+
+
 WRITES = CHATML.replace("message['content']", "message['content'] + (message.tool_calls | default('') | tojson)")  # fmt: skip
 
 
