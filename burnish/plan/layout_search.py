@@ -24,7 +24,7 @@ _VIRTUAL_STAGES = (1, 2, 4)
 _LARGER = (2, 4, 8)
 _WORTHWHILE = 0.95
 # Free share of what depends on tokens, where larger micro-batches are taken unasked. Measured runs were within 15 % of their plan, but
-# few of them ran on GPUs, and buffers of NCCL are not planned. The state is: it is 12 bytes a parameter.
+# few of them ran on GPUs, and NCCL's buffers are not planned. Weights and optimizer are known exactly.
 _FREE = 0.25
 _CERTAIN = ("weights", "optimizer")
 _DEGREES = {

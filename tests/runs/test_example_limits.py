@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from transformers import AutoConfig
 
 from burnish.config.schema import RunConfig
 from burnish.runs.example_limits import example_limit
+from burnish.runs.setup import prompt_limits
 
 OPT = {"ffn_dim": 32, "word_embed_proj_dim": 32}
 GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
@@ -41,6 +43,28 @@ def test_what_limits_examples_is_named(
 def config_of(most: int | None, tokens: int | str) -> RunConfig:
     values = {"data": {"max_length": most}, "batch": {"tokens_per_device": tokens}}
     return RunConfig.model_validate(values)
+
+
+@pytest.mark.parametrize(
+    ("response", "tokens", "limits"),
+    [
+        (256, 8192, {"batch.tokens_per_device - rollout.max_response_length": 7936}),
+        (256, "auto:65536", {"data.max_prompt_length": 7936}),
+        (8000, "auto:65536", {"data.max_prompt_length": 2048}),
+        (20000, "auto", {"data.max_prompt_length": 2048}),
+    ],
+)
+def test_prompts_leave_room_for_completions_on_any_device(
+    response: int, tokens: int | str, limits: dict[str, int]
+) -> None:
+    values = {
+        "rollout": {"max_response_length": response},
+        "batch": {"tokens_per_device": tokens},
+    }
+    hf_config = AutoConfig.for_model("llama", max_position_embeddings=1 << 20)
+    foundation: Any = SimpleNamespace(config=RunConfig.model_validate(values), hf_config=hf_config)
+    found = prompt_limits(foundation)
+    assert {name: n for name, n in found.items() if "position" not in name} == limits
 
 
 @pytest.mark.parametrize(
