@@ -49,7 +49,7 @@ def examples(method: str, microbatches: int, vocabulary: int) -> list[Example]:
     """Return sequences of SFT, or groups of eight completions of one prompt. Their tokens are drawn alike, so few are equal."""
     rng = np.random.default_rng(0)
     found = []
-    for _ in range(microbatches * 4):
+    for group in range(microbatches * 4):
         if method == "sft":
             length = _TOKENS // 4
             found.append(Example(rng.integers(3, vocabulary, length), np.arange(length) > 0))
@@ -61,7 +61,9 @@ def examples(method: str, microbatches: int, vocabulary: int) -> list[Example]:
             ids = np.concatenate([prompt, rest])
             mask = np.arange(length) >= len(prompt)
             zeros = np.zeros(length, dtype=np.float32)
-            found.append(Example(ids, mask, advantages=zeros, old_logprobs=zeros))
+            # In one group of four all rewards are equal.
+            advantages = zeros + np.float32(group % 4 > 0)
+            found.append(Example(ids, mask, advantages=advantages, old_logprobs=zeros))
     return found
 
 

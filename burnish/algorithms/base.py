@@ -23,8 +23,9 @@ from burnish.config.algorithm import AdvantageConfig, AlgorithmConfig
 from burnish.errors import BurnishError, UsageError
 from burnish.extend import ADVANTAGES, POLICY_LOSSES
 from burnish.functions import Registry, failure, guarded, load_function
-from burnish.records import Floats, MicroBatch
+from burnish.records import Floats, MicroBatch, TokenOutputs
 from burnish.records.samples import Turn
+from burnish.tracking.stats import Stats
 
 BY_TOKEN = ("gae", "reinforce_plus_plus")
 """Advantages that differ among the tokens of a completion (`burnish.algorithms.critic.gae`)."""
@@ -215,6 +216,26 @@ class TokenLosses:
     """[T] bool, where a bound on the ratio takes effect; None: nowhere."""
     clipped_lower: Tensor | None = None
     """[T] bool, where the dual clip takes effect; None: nowhere."""
+
+
+Loss = Callable[[TokenOutputs, MicroBatch], tuple[Tensor, Stats]]
+"""A function that an engine runs on each micro-batch (`burnish.engines.base.LossFn`)."""
+
+
+@dataclass(frozen=True, slots=True)
+class SparseLoss:
+    """A loss that gives only some tokens a gradient. Engines need no logits of the others in the backward pass.
+
+    A function that wraps it learns from all tokens, unless it says so itself.
+    """
+
+    function: Loss
+    learned: Callable[[MicroBatch], Tensor]
+    """Takes a micro-batch on the host; returns [T] bool, False where neither log-prob nor entropy ever gets a gradient."""
+
+    def __call__(self, outputs: TokenOutputs, micro: MicroBatch) -> tuple[Tensor, Stats]:
+        """Return what `function` does."""
+        return self.function(outputs, micro)
 
 
 PolicyLoss = Callable[..., "TokenLosses | Tensor"]

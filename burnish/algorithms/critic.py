@@ -12,8 +12,7 @@ from torch import Tensor
 
 from burnish.algorithms.advantages import pooled, token_sums, whitening
 from burnish.algorithms.aggregation import aggregation
-from burnish.algorithms.base import Array
-from burnish.algorithms.loss import Loss
+from burnish.algorithms.base import Array, Loss
 from burnish.config.algorithm import AggregationKind
 from burnish.records import Floats, MicroBatch, TokenOutputs
 from burnish.records.samples import Turn

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from burnish.algorithms.aggregation import aggregation
-from burnish.algorithms.base import old_logprobs
-from burnish.algorithms.loss import Loss
+from burnish.algorithms.base import Loss, SparseLoss, old_logprobs
 from burnish.config.algorithm import AggregationKind
 from burnish.records import MicroBatch, TokenOutputs
 from burnish.tracking.stats import Mean, Stats
@@ -50,6 +49,10 @@ def vocabulary_distillation(
         weights = 1.0 if micro.weights is None else micro.weights
         divergence = mean(weights * outputs.probed)
         stats["divergence"] = mean.mean_of(divergence)
-        return task * loss + weight * divergence, stats
+        loss = weight * divergence if task == 0 else task * loss + weight * divergence
+        return loss, stats
 
+    # The divergence has a gradient of its own, apart from that of log-probs.
+    if isinstance(task_loss, SparseLoss):
+        return replace(task_loss, function=distillation_loss)
     return distillation_loss

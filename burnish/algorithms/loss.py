@@ -5,13 +5,15 @@ Each is pure and never waits for the device.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from burnish.algorithms.aggregation import aggregation
 from burnish.algorithms.base import (
+    Loss,
+    SparseLoss,
     TokenLosses,
     load_policy_loss,
     log_ratio,
@@ -20,11 +22,9 @@ from burnish.algorithms.base import (
 from burnish.algorithms.kl import kl_loss
 from burnish.algorithms.mismatch import mismatch_stats, mismatch_weights
 from burnish.config.algorithm import AlgorithmConfig
+from burnish.extend import POLICY_LOSSES
 from burnish.records import MicroBatch, TokenOutputs
 from burnish.tracking.stats import Mean, Stats
-
-Loss = Callable[[TokenOutputs, MicroBatch], tuple[Tensor, Stats]]
-"""A function that an engine runs on each micro-batch (`burnish.engines.base.LossFn`)."""
 
 
 def policy_loss_fn(config: AlgorithmConfig, max_response_length: int) -> Loss:
@@ -74,7 +74,20 @@ def policy_loss_fn(config: AlgorithmConfig, max_response_length: int) -> Loss:
             loss = loss - config.entropy_coef * aggregate(outputs.entropy)
         return loss, stats
 
-    return policy_loss
+    # Terms of KL and entropy move every token, and so may a formula that is not ours.
+    if kl_in_loss or config.entropy_coef != 0 or config.policy_loss.name not in POLICY_LOSSES:
+        return policy_loss
+    return SparseLoss(policy_loss, partial(_learned, config))
+
+
+def _learned(config: AlgorithmConfig, micro: MicroBatch) -> Tensor:
+    # Built-in formulas multiply by the advantage. Only kl_cov adds a term.
+    learned = micro.given("advantages") != 0
+    if config.policy_loss.name == "kl_cov":
+        learned |= micro.given("selected")
+    if config.top_entropy is not None and micro.selected is not None:
+        learned &= micro.selected
+    return learned
 
 
 def _statistics(tokens: TokenLosses, outputs: TokenOutputs, micro: MicroBatch) -> Stats:

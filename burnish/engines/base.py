@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 
 LossFn = Callable[[TokenOutputs, MicroBatch], tuple[Tensor, Stats]]
 """A pure function without collectives. It returns the micro-batch's part of the loss, and its statistics. Parts add
-up over micro-batches and ranks, because each is divided by the *global* counts that the micro-batch carries."""
+up over micro-batches and ranks, because each is divided by the *global* counts that the micro-batch carries. A
+`burnish.algorithms.base.SparseLoss` also says which tokens it gives a gradient."""
 
 
 class Part(Enum):

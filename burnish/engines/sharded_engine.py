@@ -13,11 +13,12 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from transformers import PretrainedConfig
 
+from burnish.algorithms.base import SparseLoss
 from burnish.config.schema import EngineConfig
 from burnish.distributed.collectives import reduce_stats
 from burnish.distributed.host_memory import Arena
 from burnish.distributed.layout import Layout
-from burnish.engines.base import Engine
+from burnish.engines.base import Engine, LossFn
 from burnish.errors import BurnishError
 from burnish.models.flops import Passed
 from burnish.models.meta_init import router_sizes
@@ -100,9 +101,14 @@ class ShardedEngine(Engine):
         place = self.layout, self._device
         return batch, *balance(batch, self._router_sizes, self._config.router_aux_loss, *place)
 
-    def _plan(self, micro: MicroBatch, *, shares: bool = True) -> ScoringPlan:
+    def _plan(
+        self, micro: MicroBatch, loss: LossFn | None = None, *, shares: bool = True
+    ) -> ScoringPlan:
         given = (micro.input_ids, micro.cu_seqlens, micro.loss_mask, self._device)
-        return ScoringPlan.of(*given, *self._sharing, shares=shares, rows=self._rows)
+        learned = loss.learned(micro) if isinstance(loss, SparseLoss) else None
+        return ScoringPlan.of(
+            *given, *self._sharing, shares=shares, rows=self._rows, learned=learned
+        )
 
     def _routing(
         self, micro: MicroBatch, plan: ScoringPlan, factors: Tensor | None, *, record: bool

@@ -72,14 +72,15 @@ def token_logprobs(
     targets: Tensor,
     options: LogprobOptions,
     part: Any = None,
+    learned: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return log-probs of `targets` [N] and entropies [N] in nats, fp32, of `hidden` [N, H] and `weight` [V, H].
 
-    With `part` (`burnish.models.parts.VocabularyPart`), `weight` has its rows, and the gradient of
-    `hidden` is the part's share. Collective then.
+    The backward pass works for the rows `learned` [K] int64, or all; what others get must be 0. With `part`
+    (`burnish.models.parts.VocabularyPart`), `weight` has its rows, and the gradient of `hidden` is the part's share. Collective then.
     """
     columns = targets if part is None else part.columns(targets)
-    logprobs, entropy = _TokenLogprobs.apply(hidden, weight, columns, options, part)  # type: ignore[no-untyped-call]
+    logprobs, entropy = _TokenLogprobs.apply(hidden, weight, columns, options, part, learned)  # type: ignore[no-untyped-call]
     return logprobs, entropy
 
 
@@ -92,44 +93,42 @@ class _TokenLogprobs(torch.autograd.Function):
         columns: Tensor,
         options: LogprobOptions,
         part: Any,
+        learned: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         sums, last = _softmax_sums(hidden, weight, columns, options)
         top, total, dot, chosen = sums if part is None else part.merged(sums)
         log_total = total.log()
         logprobs = chosen - log_total
         entropy = log_total - dot / total
-        ctx.save_for_backward(hidden, weight, columns, log_total + top, entropy)
+        ctx.save_for_backward(hidden, weight, columns, log_total + top, entropy, learned)
         ctx.options = options
-        # The backward pass starts with the last chunk's logits and overwrites them; a second one recomputes them.
-        ctx.last = [last] if last is not None and any(ctx.needs_input_grad[:2]) else []
+        # The backward pass of all rows starts with the last chunk's logits and overwrites them; a second one recomputes them.
+        keeps = learned is None and any(ctx.needs_input_grad[:2])
+        ctx.last = [last] if last is not None and keeps else []
         ctx.set_materialize_grads(False)
         return logprobs, entropy
 
     @staticmethod
-    def backward(
-        ctx: Any, *gradients: Tensor | None
-    ) -> tuple[Tensor | None, Tensor | None, None, None, None]:
-        hidden, weight, columns, normalizer, entropy = ctx.saved_tensors
-        incoming = [gradient for gradient in gradients if gradient is not None]
-        if not incoming:
-            return None, None, None, None, None
-        # Tokens without a gradient, as those of a group with equal rewards, need no logits again.
-        rows = torch.stack([gradient != 0 for gradient in incoming]).any(dim=0).nonzero()[:, 0]
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        hidden, weight, columns, normalizer, entropy, learned = ctx.saved_tensors
+        if all(each is None for each in gradients):
+            return (None,) * 6
         factor = ctx.options.transform.scale / ctx.options.temperature
-        of_logprobs, of_entropy = (None if g is None else g[rows] * factor for g in gradients)
+        of_logprobs, of_entropy = (None if g is None else g * factor for g in gradients)
         if of_logprobs is None:
-            of_logprobs = normalizer.new_zeros(len(rows))
-        known = [normalizer[rows], of_logprobs]
+            of_logprobs = torch.zeros_like(normalizer)
+        known = [normalizer, of_logprobs]
         if of_entropy is not None:
-            known += [entropy[rows], of_entropy]
-        if len(rows) < len(hidden):
-            ctx.last.clear()
-        few = hidden[rows], columns[rows], torch.stack(known)
-        few_gradient, weight_gradient = _gradients(
-            *few, weight, ctx.options, ctx.needs_input_grad[1], ctx.last
-        )
-        hidden_gradient = torch.zeros_like(hidden).index_copy_(0, rows, few_gradient)
-        return hidden_gradient, weight_gradient, None, None, None
+            known += [entropy, of_entropy]
+        rows = [hidden, columns, *known]
+        if learned is not None:
+            # Tokens without a gradient, as those of a group with equal rewards, need no logits again.
+            rows = [each[learned] for each in rows]
+        given = rows[0], rows[1], torch.stack(rows[2:]), weight, ctx.options
+        of_rows, of_weight = _gradients(*given, ctx.needs_input_grad[1], ctx.last)
+        if learned is not None:
+            of_rows = torch.zeros_like(hidden).index_copy_(0, learned, of_rows)
+        return of_rows, of_weight, None, None, None, None
 
 
 def _softmax_sums(

@@ -21,7 +21,7 @@ from burnish.models.heads import has_value_head
 from burnish.models.kernels.attention import PackedAttention, PackedLayout
 from burnish.models.logprobs import LogitTransform, LogprobOptions, token_logprobs
 from burnish.models.meta_init import position_limit
-from burnish.models.packing import PrefixTree, RowMap, TokenSharing, host_tensor
+from burnish.models.packing import Indices, PrefixTree, RowMap, TokenSharing, host_tensor
 from burnish.records import TokenOutputs, plan_on_device
 
 
@@ -140,7 +140,7 @@ def score_states(
 ) -> tuple[Any, ...]:
     """Return log-probs [T], entropies [T] and, given a probe, what it reads of states [N, H] and the output layer's weight [V, H]."""
     states = states.to(weight.dtype)  # Mamba 2's last norm returns fp32
-    found = token_logprobs(states, weight, plan.targets, options, part)
+    found = token_logprobs(states, weight, plan.targets, options, part, plan.learned)
     logprobs, entropy = (plan.spread(values) for values in found)
     probed = () if probe is None else (probe.read(states, weight, plan, options, part),)
     return logprobs, entropy, *probed
@@ -179,6 +179,8 @@ class ScoringPlan:
     """Counts over all ranks that share these tokens."""
     fetched: Any = None
     """The rows of the embeddings that come from other ranks; None: this rank has them all."""
+    learned: Tensor | None = None
+    """[K] int64, which of the N predictions may have a gradient; None: all. The host knows, so that no pass waits for the device."""
 
     @classmethod
     def of(  # noqa: PLR0913
@@ -192,11 +194,13 @@ class ScoringPlan:
         *,
         shares: bool = True,
         rows: Any = None,
+        learned: Tensor | None = None,
     ) -> ScoringPlan:
         """Plan on the host, where `input_ids` [T] and `cu_seqlens` [S + 1] lie, for a model on `device`.
 
-        Tokens in `loss_mask` [T], or all, are scored. The ranks of `group` share the tokens; each gets a
-        multiple of `multiple`. Unless it `shares` prefixes, all tokens are computed. Collective if there are `rows`, the scorer's.
+        Tokens in `loss_mask` [T], or all, are scored. Those in `learned` [T], or all, may have a gradient. The ranks of `group` share
+        the tokens; each gets a multiple of `multiple`. Unless it `shares` prefixes, all tokens are computed. Collective if there are
+        `rows`, the scorer's.
         """
         device = device or input_ids.device
         lengths = cu_seqlens.diff().tolist()
@@ -226,6 +230,9 @@ class ScoringPlan:
             deal=deal,
             passed=Passed(len(tree.computed), len(predicted), packing.lengths, packing.begun),
             fetched=None if rows is None else rows.plan(own_ids),
+            learned=None
+            if learned is None
+            else _learned_places(tree, scored, predicted[own], learned),
         )
         plan = plan_on_device(plan, device)
         return replace(plan, packing=attention_of_part(plan.packing, deal))
@@ -239,6 +246,15 @@ class ScoringPlan:
             predictions = all_reduce_replicated(predictions, self.deal.group)
         by_token = self.results.take(predictions)
         return values.new_zeros(len(self.tree.rows)).index_copy(0, self.scored, by_token)
+
+
+def _learned_places(
+    tree: PrefixTree, scored: Indices, predicted: Indices, learned: Tensor
+) -> Tensor | None:
+    # Sequences with the same beginning share predictions. One has a gradient if it has it in any of them.
+    reached = tree.rows[scored[learned.numpy()[scored]]]
+    places = np.flatnonzero(np.isin(predicted, reached))
+    return None if len(places) == len(predicted) else host_tensor(places)
 
 
 def attention_of_part(packing: PackedAttention, deal: TokenSharing) -> PackedAttention:

@@ -18,6 +18,7 @@ from types import MappingProxyType
 
 from torch import Tensor
 
+from burnish.algorithms.base import SparseLoss
 from burnish.checkpoint.retention import require_measured
 from burnish.checkpoint.steps import step_name
 from burnish.checkpoint.write_plan import MAIN
@@ -389,4 +390,4 @@ def counted(loss: LossFn, bar: Bar) -> LossFn:
         bar.advance()
         return loss(outputs, micro)
 
-    return counting
+    return replace(loss, function=counting) if isinstance(loss, SparseLoss) else counting

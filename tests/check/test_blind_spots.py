@@ -115,10 +115,10 @@ def entropy_at_one(patch: Patch) -> None:
     right = scorer.token_logprobs
 
     def wrong(
-        hidden: Tensor, head: Tensor, targets: Tensor, options: LogprobOptions, part: Any
+        hidden: Tensor, head: Tensor, targets: Tensor, options: LogprobOptions, *rest: Any
     ) -> tuple[Tensor, Tensor]:
-        logprobs, _ = right(hidden, head, targets, options, part)
-        return logprobs, right(hidden, head, targets, replace(options, temperature=1.0), part)[1]
+        logprobs, _ = right(hidden, head, targets, options, *rest)
+        return logprobs, right(hidden, head, targets, replace(options, temperature=1.0), *rest)[1]
 
     patch.setattr(scorer, "token_logprobs", wrong)
 

@@ -5,7 +5,7 @@ An implementation's tests call `train_by_hand` for the oracle and `train` for th
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,6 +15,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from burnish.algorithms.base import SparseLoss
+from burnish.algorithms.loss import policy_loss_fn
+from burnish.config.algorithm import AlgorithmConfig
 from burnish.distributed.layout import Layout
 from burnish.engines.base import Engine, Part
 from burnish.records import Batch, Example, MicroBatch, TokenOutputs
@@ -106,6 +109,34 @@ def train(
         "logprobs": _by_example(batch, engine.forward(batch)),
         "predictions": engine.passed.predictions / engine.layout.sharing,
     }
+
+
+def require_same_when_sparse(make: Callable[[], Engine], per_micro: int) -> None:
+    """Whether an engine knows of tokens without a gradient or not, a GRPO step's numbers and gradients are the same.
+
+    Of sequences that begin alike the first has none, and of the others some tokens, so predictions are shared by both.
+    """
+    loss = policy_loss_fn(AlgorithmConfig(), 16)
+    assert isinstance(loss, SparseLoss)
+    found = []
+    for either in (loss.function, loss):
+        engine = make()
+        batch = cut(examples_that_begin_alike(25), engine.layout, per_micro)
+        advantages = []
+        for micro, numbers in zip(batch.microbatches, batch.examples, strict=True):
+            of_tokens = (micro.input_ids % 3 - 1).float()
+            if numbers[0] == 0:
+                of_tokens[: micro.cu_seqlens[1]] = 0
+            advantages.append(of_tokens)
+        batch = batch.with_field("advantages", advantages)
+        stats = engine.forward_backward(batch, either).values_by_name()
+        stats = {**stats, **engine.optim_step(LR).values_by_name()}
+        found.append((stats, _gradients(engine)))
+        engine.close()
+    assert found[0][0] == pytest.approx(found[1][0], rel=1e-6, nan_ok=True)
+    for dense, sparse in zip(found[0][1], found[1][1], strict=True):
+        assert dense[:2] == sparse[:2]
+        assert_relative(sparse[2], dense[2], 1e-5, dense[0])
 
 
 def _gradients(engine: Engine) -> list[tuple[str, Any, Tensor]]:

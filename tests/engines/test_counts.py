@@ -27,8 +27,7 @@ def test_micro_batches_launch_few_kernels_and_copy_and_wait_rarely():
         pairs = zip(counts["kernels"], MOST[method], strict=True)
         assert all(kernels <= most for kernels, most in pairs), counts
         assert counts["copies"] <= 3
-        # Which tokens have a gradient is read, because the head works only for them.
-        assert counts["reads"] <= 1
+        assert counts["reads"] == 0
 
 
 @pytest.mark.nightly
@@ -43,4 +42,4 @@ def test_no_exposed_exchange_of_an_8b_model_is_as_large_as_a_gigabyte():
         assert sum(counts["before"]) < 1e9
         assert max(counts["after"]) < 1e9
         assert sum(counts["after"]) < 1.2e9
-        assert counts["reads"] <= 1
+        assert counts["reads"] == 0

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from contracts.engine import (
     examples_that_begin_alike,
     loss,
     require_alike,
+    require_same_when_sparse,
     train,
     train_by_hand,
 )
@@ -279,6 +281,18 @@ def test_what_meets_in_what_the_suite_runs() -> None:
     assert {case[1:] for case in by_night} == set(product(KINDS, ways))
     on_four = Counter(kind for name, kind, _ in by_night if LAYOUTS[name][0] == 4)
     assert min(on_four[kind] for kind in KINDS) == 2
+
+
+def sparse_rank(layout: Layout, path: Path, names: Sequence[str]) -> None:
+    for name in names:
+        make = partial(make_engine, layout, path, **LAYOUTS[name][1])
+        require_same_when_sparse(make, PER_MICRO[layout.world])
+
+
+@pytest.mark.parametrize("world", [1, 2, pytest.param(4, marks=pytest.mark.nightly)])
+def test_tokens_without_a_gradient_are_left_out(models: dict[str, Path], world: int) -> None:
+    names = [name for name, (processes, _) in LAYOUTS.items() if processes == world]
+    run_ranks(sparse_rank, world, models["dense"], names)
 
 
 def poisoned(outputs: TokenOutputs, micro: MicroBatch) -> tuple[Tensor, Stats]:

@@ -1,3 +1,5 @@
+from functools import partial
+
 import pytest
 import torch
 from hypothesis import given
@@ -51,16 +53,21 @@ def test_values_and_gradients_equal_the_definition(transform, used, rows, chunk,
     options = LogprobOptions(chunk, temperature, transform)
     generator = torch.Generator().manual_seed(seed)
     upstream = torch.randn(2, rows, generator=generator, dtype=torch.float64)
-    upstream = upstream * (torch.rand(2, rows, generator=generator) < 0.6)
+    upstream = upstream * (torch.rand(rows, generator=generator) < 0.6)
+    # Those with a gradient, and one without.
+    learned = upstream.any(dim=0).nonzero()[:, 0]
+    if rows and upstream[:, -1].eq(0).all():
+        learned = torch.cat([learned, torch.tensor([rows - 1])])
     results = []
-    for function in (token_logprobs, plain):
+    for function in (token_logprobs, partial(token_logprobs, learned=learned), plain):
         hidden, weight, targets = draw(rows, seed=seed)
         logprobs, entropy = function(hidden, weight, targets, options)
         parts = {"logprobs": logprobs @ upstream[0], "entropy": entropy @ upstream[1]}
         sum(parts.values() if used == "both" else [parts[used]]).backward()
         results.append((logprobs, entropy, hidden.grad, weight.grad))
-    for ours, theirs in zip(*results, strict=True):
+    for ours, sparse, theirs in zip(*results, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-10)
+        torch.testing.assert_close(sparse, theirs, rtol=1e-9, atol=1e-10)
 
 
 def test_bf16_is_summed_in_fp32():

@@ -129,6 +129,26 @@ def test_only_the_rows_asked_for_are_scored():
     assert (part.entropy[~wanted] == 0).all()
 
 
+def test_a_prediction_has_a_gradient_if_one_of_its_sequences_has():
+    ids, lengths = sampled_group()
+    starts = starts_of(lengths)
+    mask = torch.rand(len(ids), generator=torch.Generator().manual_seed(3)) < 0.8
+    learned = torch.rand(len(ids), generator=torch.Generator().manual_seed(4)) < 0.3
+    plan = ScoringPlan.of(ids, starts, mask, learned=learned)
+    scored = plan.scored.tolist()
+    # By the text up to a token, of which equal ones are one prediction.
+    begins = [max(s for s in starts.tolist() if s <= token) for token in range(len(ids))]
+    texts = [tuple(ids[begins[token] : token + 1].tolist()) for token in range(len(ids))]
+    wanted = {texts[token] for token in scored if learned[token]}
+    of_row = {int(plan.tree.rows[token]): texts[token] for token in scored}
+    found = [of_row[row] for row in plan.predicted[plan.learned].tolist()]
+    assert set(found) == wanted
+    assert len(found) == len(wanted) < len(plan.predicted)
+    assert sum(learned[token] for token in scored) > len(wanted)
+    assert ScoringPlan.of(ids, starts, mask, learned=mask).learned is None
+    assert ScoringPlan.of(ids, starts, mask, learned=~mask).learned.tolist() == []
+
+
 def test_all_rows_by_default():
     _, starts = packed()
     positions = torch.cat([torch.arange(length) for length in LENGTHS])

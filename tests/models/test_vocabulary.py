@@ -35,13 +35,15 @@ def part_of(layout: Layout) -> VocabularyPart:
     return VocabularyPart(ShardRule.of(VOCAB, 0, layout.rank, layout.world).spans[0], group)
 
 
-def score(options: LogprobOptions, part: VocabularyPart | None = None) -> list[Tensor]:
+def score(
+    options: LogprobOptions, part: VocabularyPart | None = None, learned: Tensor | None = None
+) -> list[Tensor]:
     """Log-probs, entropy, and the gradients of hidden states and weight, each of two backward passes."""
     hidden, weight, targets, upstream = inputs()
     if part is not None:
         weight = weight[part.tokens.start : part.tokens.stop]
     hidden, weight = hidden.requires_grad_(), weight.clone().requires_grad_()
-    outputs = token_logprobs(hidden, weight, targets, options, part)
+    outputs = token_logprobs(hidden, weight, targets, options, part, learned)
     first = torch.autograd.grad(outputs, (hidden, weight), list(upstream), retain_graph=True)
     again = torch.autograd.grad(outputs, (hidden, weight), list(upstream))
     for one, other in zip(first, again, strict=True):
@@ -51,7 +53,8 @@ def score(options: LogprobOptions, part: VocabularyPart | None = None) -> list[T
 
 def score_rank(layout: Layout) -> list[list[Tensor]]:
     part = part_of(layout)
-    return [score(options, part) for options in OPTIONS]
+    learned = torch.tensor([row for row in range(TOKENS) if row != 5])
+    return [[*score(options, part), *score(options, part, learned)[2:]] for options in OPTIONS]
 
 
 def test_log_probs_of_a_shared_vocabulary_are_those_of_a_whole_one() -> None:
@@ -61,9 +64,10 @@ def test_log_probs_of_a_shared_vocabulary_are_those_of_a_whole_one() -> None:
         for rank in ranks:
             torch.testing.assert_close(rank[number][0], logprobs)
             torch.testing.assert_close(rank[number][1], entropy)
-        torch.testing.assert_close(sum(rank[number][2] for rank in ranks), of_hidden)
-        joined = torch.cat([rank[number][3] for rank in ranks])
-        torch.testing.assert_close(joined, of_weight)
+        for place in (2, 4):
+            torch.testing.assert_close(sum(rank[number][place] for rank in ranks), of_hidden)
+            joined = torch.cat([rank[number][place + 1] for rank in ranks])
+            torch.testing.assert_close(joined, of_weight)
 
 
 def embed_rank(layout: Layout) -> tuple[Tensor, Tensor]:

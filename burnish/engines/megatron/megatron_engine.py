@@ -159,7 +159,7 @@ class MegatronEngine(ShardedEngine):
                 balance = None if is_filler else factors
                 counts = self._bias_updates is not None and not is_filler
                 planned_micro = self._planned(
-                    micro, record=counts, factors=balance, trains_mtp=self._trains_mtp
+                    micro, loss, record=counts, factors=balance, trains_mtp=self._trains_mtp
                 )
                 self.passed += planned_micro.plan.passed
                 if planned_micro.routing is not None and not is_filler:
@@ -326,13 +326,14 @@ class MegatronEngine(ShardedEngine):
     def _planned(
         self,
         micro: MicroBatch,
+        loss: LossFn | None = None,
         *,
         record: bool = False,
         factors: Tensor | None = None,
         trains_mtp: bool = False,
     ) -> _Planned:
         # A token that begins several sequences has several next tokens.
-        plan = self._plan(micro, shares=not trains_mtp)
+        plan = self._plan(micro, loss, shares=not trains_mtp)
         routing = self._routing(micro, plan, factors, record=record)
         ahead = None
         if trains_mtp:

@@ -258,6 +258,7 @@ class PackedGPT(LanguageModule):
             plan.targets,
             replace(self._scoring, temperature=temperature),
             None if part.group.size() == 1 else part,
+            plan.learned,
         )
         return TokenOutputs(logprobs=plan.spread(logprobs), entropy=plan.spread(entropy))
 

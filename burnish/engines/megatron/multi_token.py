@@ -109,4 +109,5 @@ def plan_ahead(plan: ScoringPlan, micro: MicroBatch, device: torch.device) -> Sc
         predicted=on_device(scored[own], device),
         results=plan_on_device(RowMap.of(scored, device), device),
         scored=on_device(scored, device),
+        learned=None,
     )

@@ -141,7 +141,7 @@ class TorchEngine(ShardedEngine):
             # sends less (engine.reduce_each_microbatch).
             self._reduce_in_next_backward(last=index == last)
             with self._moving():
-                plan = self._plan(micro)
+                plan = self._plan(micro, loss)
                 if self._adapter is not None:
                     seed = derive_seed(batch.seed, "dropout", self.steps)
                     self._adapter.begin_pass(plan, micro.input_ids, seed)

@@ -6,13 +6,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from contracts.engine import make_examples, require_alike, train, train_by_hand
+from contracts.engine import (
+    make_examples,
+    require_alike,
+    require_same_when_sparse,
+    train,
+    train_by_hand,
+)
 from support.models.engines import make_engine
 from support.models.tiny import VOCAB, save_tiny
 from support.models.transformer_engine import use_stand_ins
@@ -115,6 +122,17 @@ def train_rank(
         found.append(train(engine, make_examples(VOCAB), PER_MICRO[layout.world]))
         engine.close()
     return found
+
+
+def sparse_rank(layout: Layout, path: Path) -> None:
+    use_stand_ins()
+    for name in ("tp 2 + sp", "sequence 2", "vpp"):
+        make = partial(make_engine, layout, path, kind="megatron", **LAYOUTS[name][1])
+        require_same_when_sparse(make, PER_MICRO[layout.world])
+
+
+def test_tokens_without_a_gradient_are_left_out(models: dict[Shape, Path]) -> None:
+    run_ranks(sparse_rank, 2, models["tied", EVEN])
 
 
 @pytest.fixture(scope="module")
