@@ -453,7 +453,8 @@ def _require_command(argv: Sequence[str]) -> None:
     do = (
         METHODS_ELSEWHERE.get(first)
         or (in_groups and f"did you mean burnish {in_groups[0]}?")
-        or did_you_mean(typed, among)
+        or (os.path.isfile(first) and f"name the method first, such as burnish sft {first}")
+        or did_you_mean(typed.lower(), among)
         or "see burnish --help; burnish run FILE.py:CLASS trains with a method of your own"
     )
     raise UsageError(

@@ -161,7 +161,7 @@ class _Draft:
                     f"{redacted(text)!r} is not an override",
                     have=redacted(text),
                     want="key=value",
-                    do="write it like optim.lr=1e-6",
+                    do=_meant(text) if os.path.exists(text) else "write it like optim.lr=1e-6",
                 )
             )
             return
@@ -383,6 +383,10 @@ def _advice(name: str, key: Key, origin: str) -> str:
 
 def read_document(path: str | os.PathLike[str]) -> Document:
     """Return a file's YAML mapping, with the line of every key. Raises `MissingError` or `UsageError`."""
+    if str(path).endswith((".jsonl", ".parquet", ".csv", ".arrow")) and Path(path).is_file():
+        raise UsageError(
+            f"{path} holds rows, not settings", want="a YAML file, or key=value", do=_meant(path)
+        )
     return parse_document(read_text(path), str(path))
 
 
@@ -394,8 +398,7 @@ def read_text(path: str | os.PathLike[str]) -> str:
         do="give another file, or change who may read it",
     ):
         if Path(path).is_dir():
-            do = f"give a file in it, as {Path(path) / 'config.yaml'}"
-            raise UsageError(f"{path} is a directory", want="a text file", do=do)
+            raise UsageError(f"{path} is a directory", want="a text file", do=_meant(path))
         if Path(path).exists() and not Path(path).is_file():
             do = "write its content to a file"
             raise UsageError(f"{path} is a pipe or a device", want="a text file", do=do)
@@ -407,14 +410,11 @@ def read_text(path: str | os.PathLike[str]) -> str:
                 f"there is no configuration file {path}",
                 have=f"nothing at {Path(path).absolute()}",
                 want="a YAML file",
-                do=_meant(str(path)),
+                do=_meant(path),
             ) from None
 
 
-def _meant(path: str) -> str:
-    """Return advice on a path that may be data or a model."""
-    if path.endswith((".jsonl", ".json", ".parquet", ".csv")):
-        return f"data are data.train={path}"
-    if not path.endswith((".yaml", ".yml")) and path.count("/") == 1:
-        return f"a model is model.path={path}"
-    return "give the file first, then key=value overrides"
+def _meant(path: str | os.PathLike[str]) -> str:
+    from burnish.config.suggestions import meant_by_path
+
+    return meant_by_path(str(path))

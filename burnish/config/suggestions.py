@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from difflib import SequenceMatcher
+from pathlib import Path
 from typing import Any
 
 from burnish.config.document import one_line
@@ -96,6 +97,19 @@ def _of_unknown(name: str) -> tuple[str, str]:
         want = f"one of {', '.join(section.section)}"
         return want, f"see `burnish config explain {section.name}`"
     return "a known key", "see `burnish config explain` for all keys"
+
+
+def meant_by_path(path: str) -> str:
+    """Return advice on a path that is no configuration: it may be data, a model or a run."""
+    if path.endswith((".jsonl", ".json", ".parquet", ".csv", ".arrow")):
+        return f"data are data.train={path}"
+    if Path(path, "config.json").is_file():
+        return f"a model is model.path={path}"
+    if Path(path).is_dir():
+        return f"give a file in it, as {Path(path) / 'config.yaml'}"
+    if not path.endswith((".yaml", ".yml")) and path.count("/") == 1:
+        return f"a model is model.path={path}"
+    return "give the file first, then key=value overrides"
 
 
 def nearest(name: str) -> str | None:

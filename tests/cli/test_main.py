@@ -71,6 +71,7 @@ def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]
     ("argv", "facts"),
     [
         (["foo"], ["burnish foo", "sft"]),
+        (["SFT", "sft.yaml"], ["mean 'sft'"]),
         (["rl"], ["CONFIG"]),
         (["config"], ["show|explain"]),
         (["rl", "c.yaml", "--rollout.n=4"], ["--rollout.n=4", " rollout.n=4"]),
@@ -90,6 +91,12 @@ def test_usage_errors_exit_with_2(
     assert written.out == ""
     for fact in facts:
         assert fact in written.err
+
+
+def test_a_file_in_place_of_a_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "sft.yaml").touch()
+    assert main([str(tmp_path / "sft.yaml")]) == 2
+    assert f"burnish sft {tmp_path / 'sft.yaml'}" in capsys.readouterr().err
 
 
 def test_a_missing_configuration_exits_with_5(

@@ -238,6 +238,21 @@ def test_a_model_or_data_in_place_of_a_file(path: str, do: str) -> None:
     assert do in str(caught.value.do)
 
 
+def test_what_lies_here_is_no_configuration_and_no_override(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("model").mkdir()
+    Path("model/config.json").write_text("{}")
+    Path("c.yaml").write_text("seed: 1")
+    Path("chats.jsonl").write_text('{"text": "a"}\n')
+    for path, do in (("model", "model.path=model"), ("chats.jsonl", "data.train=chats.jsonl")):
+        for file, overrides in ((path, []), ("c.yaml", [path])):
+            with pytest.raises(UsageError) as caught:
+                read_config(file, overrides)
+            assert do in str(caught.value.do)
+
+
 def test_a_file_that_is_not_text(tmp_path: Path) -> None:
     (tmp_path / "c.yaml").write_bytes(b"a: \xff")
     with pytest.raises(UsageError, match=r"(?s)0xff.*position 3"):
