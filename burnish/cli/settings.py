@@ -16,12 +16,12 @@ from rich.text import Text
 from burnish.cli.output import print_text
 from burnish.config.algorithm import FORMULAS
 from burnish.config.document import dump_yaml, one_line, recorded
-from burnish.config.keys import Key, known_keys
+from burnish.config.keys import Key, keys_of, known_keys
 from burnish.config.load import DEFAULT, load_with_origins, read_config
 from burnish.config.schema import RunConfig
 from burnish.config.short_names import meant_by
 from burnish.errors import UsageError
-from burnish.methods.table import method_meant_by
+from burnish.methods.table import METHODS, method_meant_by
 from burnish.runs.run_directory import recorded_config
 
 
@@ -59,7 +59,7 @@ def show(args: Namespace) -> None:
 def explain(args: Namespace) -> None:
     """Print a setting's meaning, values and default; or the keys of a section; or all sections.
 
-    A short name stands for all settings that end in it.
+    A short name stands for all settings that end in it, or else for those of methods.
     """
     console = Console(highlight=False)
     keys = known_keys()
@@ -69,13 +69,32 @@ def explain(args: Namespace) -> None:
         _list(console, [key for key in keys.values() if "." not in key.name])
         return
     names = meant_by(name)
-    if not names:
+    own = [] if names else _of_methods(name.removeprefix("method."))
+    for key, commands in own:
+        _explain_one(console, key)
+        console.print(Text(f"  of burnish {', '.join(commands)}\n"))
+    if not names and not own:
         from burnish.config.suggestions import suggestion
 
         want, do = suggestion(name)
         raise UsageError(f"there is no setting {name}", have=name, want=want, do=do)
     for each in names:
         _explain_one(console, keys[each])
+
+
+def _of_methods(name: str) -> list[tuple[Key, list[str]]]:
+    """Return the settings of methods' own with this name, each with the methods that have it."""
+    owners: list[tuple[Key, list[str]]] = []
+    for method in METHODS.values():
+        for key in keys_of(method.Settings, "method."):
+            if key.name != f"method.{name}":
+                continue
+            equal = [commands for known, commands in owners if known == key]
+            if equal:
+                equal[0].append(method.name)
+            else:
+                owners.append((key, [method.name]))
+    return owners
 
 
 def _explain_one(console: Console, key: Key) -> None:

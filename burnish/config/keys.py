@@ -10,7 +10,7 @@ from typing import Any
 
 from burnish.config.algorithm import FORMULAS
 from burnish.config.schema import RunConfig
-from burnish.config.section import MAY_CHANGE
+from burnish.config.section import MAY_CHANGE, Section
 
 _Schema = Mapping[str, Any]
 
@@ -46,6 +46,12 @@ def known_keys() -> Mapping[str, Key]:
     """Return every key, sections included, in the schema's order."""
     schema = RunConfig.model_json_schema()
     return {key.name: key for key in _keys(schema, schema["$defs"], "", may_change=False)}
+
+
+def keys_of(section: type[Section], prefix: str) -> Iterator[Key]:
+    """Yield the settings of a method's own section."""
+    schema = section.model_json_schema()
+    yield from _keys(schema, schema.get("$defs", {}), prefix, may_change=False)
 
 
 def is_default(name: str, value: Any) -> bool:

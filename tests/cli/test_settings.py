@@ -9,6 +9,7 @@ from support.nightly import by_day
 from burnish.cli.main import main
 from burnish.config.keys import known_keys
 from burnish.config.load import read_config
+from burnish.methods.table import METHODS
 
 
 def test_show_prints_everything_with_its_origin_and_can_be_read_back(
@@ -115,6 +116,21 @@ def test_a_short_name_explains_all_settings_that_end_in_it(
     assert main(["config", "explain", name]) == 0
     lines = [line.strip() for line in capsys.readouterr().out.splitlines()]
     assert [line for line in lines if line in explained] == explained
+
+
+def test_the_settings_of_a_method_are_explained(capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("method.beta", "beta"):
+        assert main(["config", "explain", name]) == 0
+        text = capsys.readouterr().out
+        assert text.count("method.beta\n") == 1
+        assert "of burnish dpo, online-dpo" in text
+    for method in METHODS.values():
+        for name, field in method.Settings.model_fields.items():
+            assert main(["config", "explain", f"method.{name}"]) == 0
+            text = " ".join(capsys.readouterr().out.split())
+            assert " ".join(str(field.description).split()) in text
+            assert method.name in text
+    assert main(["config", "explain", "method.none"]) == 2
 
 
 def test_show_takes_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
