@@ -43,7 +43,7 @@ def runs(args: Namespace) -> None:
     command, *names = args.runs or ["runs"]
     if command == "compare" and len(names) == 2:
         tables = {"settings": _settings(names), "curves": _curves(names)}
-    elif not names:
+    elif not names and (command != "compare" or Path(command).exists()):
         tables = {"runs": _listed(Path(command))}
     else:
         raise UsageError(

@@ -165,6 +165,7 @@ def test_two_are_compared(work: Path, capsys: pytest.CaptureFixture[str]) -> Non
     [
         (["nowhere"], 5),
         (["a", "b"], 2),
+        (["compare"], 2),
         (["compare", "runs/rl"], 2),
         (["compare", "runs/rl", "runs"], 5),
         (["compare", "runs/rl", "runs/broken"], 3),
