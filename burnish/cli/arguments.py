@@ -7,7 +7,7 @@ import shlex
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from pathlib import Path, PurePath
-from typing import Any
+from typing import Any, NoReturn
 
 from burnish.errors import UsageError, together
 from burnish.files.strict_json import clipped
@@ -342,11 +342,16 @@ _OPTIONS = {
 }
 
 
+class _Parser(ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(message, do=f"see {self.prog} --help")
+
+
 def make_parser(method: str | None = None) -> ArgumentParser:
     """Return the parser of the whole command line, or of a built-in method's command alone."""
-    parser = ArgumentParser(prog="burnish")
+    parser = _Parser(prog="burnish")
     parser.add_argument("--version", action="version", version=f"burnish {__version__}")
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=ArgumentParser)
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=_Parser)
     parsers = {"": commands}
     # Imported here, so that the help of all commands loads no configuration.
     from burnish.methods.table import METHODS

@@ -74,6 +74,8 @@ def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]
         (["SFT", "sft.yaml"], ["mean 'sft'"]),
         (["rl"], ["CONFIG"]),
         (["config"], ["show|explain"]),
+        (["ckpt", "export", "runs/x"], ["DIRECTORY", "do: ", "ckpt export --help"]),
+        (["completion", "tcsh"], ["tcsh", "zsh", "do: "]),
         (["rl", "c.yaml", "--rollout.n=4"], ["--rollout.n=4", " rollout.n=4"]),
         (["rl", "c.yaml", "--resume"], ["--resume", "resume=VALUE"]),
         (["rl", "c.yaml", "--fast"], ["--fast", "burnish config explain"]),
