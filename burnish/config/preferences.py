@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from burnish.config.section import Section
 
@@ -47,7 +47,7 @@ class PairLossSettings(Section):
     """The loss of a pair of answers."""
 
     loss: dict[str, float] = {"sigmoid": 1.0}
-    """Weights of the losses to add, by name: sigmoid (DPO), ipo, hinge, simpo, orpo, apo_zero, apo_down, robust, nll (the chosen answer's log-likelihood), or file.py:function. With burnish dpo, kto stands alone: it learns from single answers that are labelled as desirable or not, and takes pairs as two of them."""
+    """Weights of the losses to add, by name: sigmoid (DPO), ipo, hinge, simpo, orpo, apo_zero, apo_down, robust, nll (the chosen answer's log-likelihood), or file.py:function. With burnish dpo, kto stands alone: it learns from single answers that are labelled as desirable or not, and takes pairs as two of them. A name alone counts 1."""
     beta: float = Field(0.1, gt=0)
     """How much a preference weighs against staying near the reference. SimPO's is 2 to 2.5."""
     length_normalized: bool = False
@@ -56,6 +56,11 @@ class PairLossSettings(Section):
     """The share of pairs whose sides are taken to be mixed up: sigmoid and simpo (cDPO), robust."""
     simpo_gamma: float = Field(0.5, ge=0)
     """The margin that simpo wants."""
+
+    @field_validator("loss", mode="before")
+    @classmethod
+    def _name_alone(cls, value: Any) -> Any:
+        return {value: 1.0} if isinstance(value, str) else value
 
 
 class OnlineSettings(PairLossSettings):

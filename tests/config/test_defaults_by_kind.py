@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from burnish.config.load import read_config
+from burnish.config.load import load_settings, read_config
 from burnish.config.schema import LoraConfig
 from burnish.method import Method
 from burnish.methods.sft import SFT
@@ -63,3 +63,10 @@ def test_an_alpha_that_an_earlier_version_recorded_without_an_adapter_is_none() 
     continued = read_config(recorded, ["model.lora.path=adapter"])
     METHODS["sft"].check(continued)
     assert read_config(None, ["model.lora={rank: 4, alpha: 32}"]).model.lora.scale_alpha == 32
+
+
+def test_a_loss_of_pairs_may_be_named_alone() -> None:
+    for name in ("dpo", "online-dpo"):
+        for loss in ("ipo", {"ipo": 1.0}):
+            config = load_settings(None, {"method": {"loss": loss}})
+            assert METHODS[name].settings(config).loss == {"ipo": 1.0}
