@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import PretrainedConfig
@@ -98,7 +99,8 @@ class CallCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         elif takes and not all(map(self._is_there, outputs)):
             counts.reads += 1
         elif func.namespace == "c10d":
-            self._exchange(func.name(), max(x.nbytes for x in inputs))
+            if not any(map(_is_of_one_rank, args)):
+                self._exchange(func.name(), max(x.nbytes for x in inputs))
         elif (takes or gives) and not _is_free(func):
             if func.name().startswith("aten::mm"):
                 self._multiplies = True
@@ -114,6 +116,16 @@ class CallCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.counts.collectives[name] += 1
         self.counts.exchanged[name] += size
         (self.counts.after if self._multiplies else self.counts.before).append(size)
+
+
+def _is_of_one_rank(argument: Any) -> bool:
+    """Return whether a collective's argument is a group of one rank, which exchanges nothing."""
+    if not isinstance(argument, torch.ScriptObject):
+        return False
+    try:
+        return ProcessGroup.unbox(argument).size() == 1
+    except RuntimeError:
+        return False  # a kind of reduction
 
 
 def _is_free(func: Any) -> bool:

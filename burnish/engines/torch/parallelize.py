@@ -104,7 +104,9 @@ def _shard(
         reduce_dtype=torch.float32,
         cast_forward_inputs=False,
     )
-    dims = ("replicas", "shard") if config.replicas > 1 else ("shard",)
+    # Given copies, or a single one as copies, FSDP2 adds up a whole group's gradients at once, and keeps the sums on the device.
+    in_groups = mesh.weights["shard"].size() > 1 and not config.parameter_offload
+    dims = ("replicas", "shard") if config.replicas > 1 or in_groups else ("shard",)
     weights = mesh.weights[dims]
     how: dict[str, Any] = {"mesh": weights, "mp_policy": policy}
     if config.parameter_offload:  # copies from pinned memory overlap with compute
