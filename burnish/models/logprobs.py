@@ -186,8 +186,7 @@ def _gradients(
     for rows in reversed(chunks):
         logits = last.pop() if last else hidden[rows] @ weight.T
         if kernels is not None:
-            part = known[:, rows].contiguous()
-            kernels.write_gradients(logits, columns[rows], part, *options.factors)
+            kernels.write_gradients(logits, columns[rows], known[:, rows], *options.factors)
         else:
             for local, own in _pieces(rows, logits):
                 # Not named, because a name would keep its tensor after the loop.

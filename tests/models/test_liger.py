@@ -27,7 +27,7 @@ from burnish.distributed.processes import process_group
 from burnish.engines.torch import torch_engine
 from burnish.errors import UsageError, install
 from burnish.models.kernels import liger
-from burnish.models.kernels.fused import FusedAttention, FusedRMSNorm, rms_norm, rotate_both
+from burnish.models.kernels.fused import FusedRMSNorm, rms_norm
 from burnish.models.kernels.liger import Kernels, liger_kernels, use_kernels
 from burnish.models.meta_init import build_on_meta
 from burnish.models.names import regions
@@ -53,28 +53,6 @@ class InPlace(torch.autograd.Function):
         return saved[0], saved[1], None
 
 
-class Turn(torch.autograd.Function):
-    """Rotation that leaves its result where its input was, both ways."""
-
-    @staticmethod
-    def forward(ctx: Any, heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        ctx.save_for_backward(cos, sin)
-        return turned(heads, cos, sin)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        cos, sin = ctx.saved_tensors
-        return turned(gradients[0], cos, -sin), None, None
-
-
-def turned(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    held = heads.transpose(1, 2).contiguous()
-    first, second = held.chunk(2, dim=-1)
-    halves = torch.cat((-second, first), dim=-1)
-    held.data.copy_(held * cos[:, :, None] + halves * sin[:, :, None])
-    return held.transpose(1, 2)
-
-
 def norm(x: Tensor, weight: Tensor, epsilon: float, offset: float) -> Tensor:
     return functional.rms_norm(x, x.shape[-1:], weight + offset, epsilon)
 
@@ -86,7 +64,6 @@ KERNELS = Kernels(
             g, u, lambda x: functional.gelu(x, approximate="tanh")
         ),
     },
-    lambda q, k, cos, sin: (Turn.apply(q, cos, sin), Turn.apply(k, cos, sin)),
     norm,
 )
 
@@ -99,13 +76,10 @@ def test_which_modules_are_replaced(family: str) -> None:
     assert regions(model) == plain
     layers = model.config.num_hidden_layers
     found = Counter(type(module).__name__ for module in model.modules())
-    attentions = [m for m in model.modules() if isinstance(m, FusedAttention)]
     norms = {"gemma3_text": 6 * layers + 1, "olmo2": 4 * layers + 1}
     own = [m for m in model.modules() if isinstance(m, FusedRMSNorm) and m.norm is not rms_norm]
     assert len(own) == norms.get(family, 0)
     assert found["GatedMLP"] == {"mixtral": 0, "qwen3_moe": 1}.get(family, layers)
-    assert len(attentions) == (0 if family in norms else layers)
-    assert all(each.position is not rotate_both for each in attentions)
 
 
 @pytest.mark.parametrize("changes", [{"hidden_act": "relu"}, {"hidden_act": "gelu"}])

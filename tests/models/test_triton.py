@@ -27,7 +27,7 @@ MOST_REGISTERS = 64
 MOST_OF_DRAWS = 160
 
 
-@pytest.mark.parametrize("kernel", ["logprobs", "sums", "decoding", "draws"])
+@pytest.mark.parametrize("kernel", ["logprobs", "sums", "rotation", "decoding", "draws"])
 def test_they_are_right_in_the_interpreter(kernel):
     env = {**os.environ, "TRITON_INTERPRET": "1"}
     subprocess.run([sys.executable, __file__, kernel], env=env, check=True)
@@ -83,6 +83,27 @@ def interpret_sums():
                 # The interpreter rounds to bf16 towards 0, and compiled kernels to the nearest.
                 bound = 2**-7 if dtype == torch.bfloat16 else 0
                 torch.testing.assert_close(found, source.grad, rtol=bound, atol=0)
+
+
+def interpret_rotation():
+    """Heads of any number, width and stride, and gradients, beside torch's operations."""
+    from burnish.models.kernels.fused import rotate
+    from burnish.models.kernels.triton_rotation import rotate_heads
+
+    torch.manual_seed(0)
+    for heads, width in ((1, 8), (3, 24), (16, 64), (40, 128)):
+        angle = torch.randn(7, 1, width // 2).repeat(1, 1, 2)
+        rotation = angle.cos(), angle.sin()
+        joined = torch.randn(7, heads + 2, width)
+        for given in (joined[:, :heads], joined.transpose(1, 2).contiguous().mT[:, 2:]):
+            rows = given.detach().requires_grad_()
+            wanted = rotate(rows, rotation)
+            upstream = torch.randn_like(wanted)
+            wanted.backward(upstream)
+            torch.testing.assert_close(rotate_heads(given, rotation), wanted.detach())
+            found = rotate_heads(upstream, rotation, backward=True)
+            torch.testing.assert_close(found, rows.grad)
+    assert len(rotate_heads(joined[:0], (angle[:0], angle[:0]))) == 0
 
 
 def interpret_decoding():
@@ -148,11 +169,12 @@ def test_they_compile_to_few_registers_and_wide_loads(architecture, element, tmp
         triton_decoding,
         triton_draws,
         triton_logprobs,
+        triton_rotation,
         triton_sums,
     )
 
     values, indices, sums = f"*{element}", "*i64", "*fp32"
-    numbers = {"rows": "i32", "scale": "fp32", "bound": "fp32"}
+    numbers = dict.fromkeys(("rows", "stride"), "i32") | dict.fromkeys(("scale", "bound"), "fp32")
     wide = {"words": 151_936, "block": triton_logprobs._BLOCK}
     options = {"num_warps": triton_logprobs._WARPS, "enable_fp_fusion": True}
     kernels = [
@@ -177,6 +199,18 @@ def test_they_compile_to_few_registers_and_wide_loads(architecture, element, tmp
                 "width": "i32",
             },
             {"block": triton_sums._BLOCK},
+            {"enable_fp_fusion": True},
+        ),
+        (
+            triton_rotation._rotate_kernel,
+            {
+                "rows": values,
+                "result": values,
+                "cosines": sums,
+                "sines": sums,
+                **dict.fromkeys(("heads", "row_stride", "head_stride"), "i32"),
+            },
+            {"half": 64, "backward": True, "some": 16, "block": 64},
             {"enable_fp_fusion": True},
         ),
         (
@@ -227,7 +261,7 @@ def test_they_compile_to_few_registers_and_wide_loads(architecture, element, tmp
         aligned = {
             (place,): [["tt.divisibility", 16]]
             for place, name in enumerate(names)
-            if types[name].startswith("*") or name == "width"
+            if types[name].startswith("*") or name in ("width", "row_stride", "head_stride")
         }
         source = ASTSource(kernel, types, constants, aligned)
         compiled = triton.compile(source, GPUTarget("cuda", architecture, 32), options=how)
@@ -255,6 +289,7 @@ if __name__ == "__main__":
     interpret = {
         "logprobs": interpret_logprobs,
         "sums": interpret_sums,
+        "rotation": interpret_rotation,
         "decoding": interpret_decoding,
         "draws": interpret_draws,
     }

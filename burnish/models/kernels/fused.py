@@ -1,12 +1,12 @@
 """RMSNorm and rotary positions as one autograd function, and the layers that use it.
 
 The function keeps only its input, computes in fp32 and rounds once. On a CPU it works in blocks of
-rows that stay in the cache. Elsewhere the norm is torch's kernel.
+rows that stay in the cache. Elsewhere the norm is torch's kernel, and on NVIDIA's GPUs the rotation is Triton's.
 
     RMSNorm(x) = x r w,  r = (mean x² + ε)^(-1/2)          Zhang & Sennrich, arXiv 1910.07467
     rotate(x)  = x cos + swap(x) sin                       Su et al., arXiv 2104.09864
 
-where swap exchanges the two halves of a head and `sin` carries the sign.
+where swap(a, b) = (-b, a) of the two halves of a head, whose angles are equal.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PreTrainedModel
 
+from burnish.distributed.device import compiles_triton
 from burnish.families import family_of
 from burnish.models.kernels.attention import attention_forward
 
@@ -87,7 +88,6 @@ class FusedAttention(nn.Module):
         self.o_proj = replaced.o_proj
         self.q_norm = getattr(replaced, "q_norm", None)
         self.k_norm = getattr(replaced, "k_norm", None)
-        self.position: Callable[..., Pair] = rotate_both
 
     def forward(
         self,
@@ -100,7 +100,7 @@ class FusedAttention(nn.Module):
         heads = (hidden_states.shape[1], -1, self.head_dim)
         query = self.q_proj(hidden_states).view(heads)
         key = self.k_proj(hidden_states).view(heads)
-        query, key = self.position((query, key), (self.q_norm, self.k_norm), position_embeddings)
+        query, key = rotate_both((query, key), (self.q_norm, self.k_norm), position_embeddings)
         value = self.v_proj(hidden_states).view(heads)
         query, key, value = (part.transpose(0, 1)[None] for part in (query, key, value))
         output, _ = attention_forward(
@@ -141,10 +141,8 @@ def rotate(heads: Tensor, rotation: Pair) -> Tensor:
 
 
 def rotation_of(cos: Tensor, sin: Tensor) -> Pair:
-    """Return cosine and signed sine [T, 1, d] fp32, from transformers' [1, T, d]."""
-    half = sin.shape[-1] // 2
-    signed = torch.cat((-sin[..., :half], sin[..., half:]), dim=-1)
-    return cos[0, :, None].float(), signed[0, :, None].float()
+    """Return cosines and sines [T, 1, d] fp32, from transformers' [1, T, d]."""
+    return cos[0, :, None].float(), sin[0, :, None].float()
 
 
 def norm_rotate(
@@ -163,6 +161,8 @@ def norm_rotate(
         weight = None
         if rotation is None:
             return rows
+    if weight is None and rotation is not None and compiles_triton(rows.device):
+        return _Rotate.apply(rows, *rotation)  # type: ignore[no-untyped-call]
     if torch.is_grad_enabled() or _block_length(rows) < len(rows):
         return _NormRotate.apply(rows, weight, epsilon, *(rotation or (None, None)))  # type: ignore[no-untyped-call]
     value = rows.to(torch.float32, copy=True)
@@ -180,8 +180,26 @@ def _plainly(rows: Tensor, weight: Tensor | None, epsilon: float, rotation: Pair
     if rotation is not None:
         cos, sin = rotation
         first, second = value.chunk(2, dim=-1)
-        value = value * cos + torch.cat((second, first), dim=-1) * sin
+        value = value * cos + torch.cat((-second, first), dim=-1) * sin
     return value.to(rows.dtype)
+
+
+def _kernels() -> Any:
+    from burnish.models.kernels import triton_rotation
+
+    return triton_rotation
+
+
+class _Rotate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        rotated: Tensor = _kernels().rotate_heads(rows, (cos, sin))
+        return rotated
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        return _kernels().rotate_heads(gradients[0], ctx.saved_tensors, backward=True), None, None
 
 
 class _NormRotate(torch.autograd.Function):
@@ -218,7 +236,7 @@ class _NormRotate(torch.autograd.Function):
         for block in _blocks(upstream):
             value = upstream[block].to(torch.float32, copy=True)
             if cos is not None:
-                value = _turned(value, cos[block], -sin[block])
+                value = _turned(value, cos[block], sin[block], backward=True)
             if factor is not None and weight_gradient is not None:
                 normed = rows[block].to(torch.float32, copy=True).mul_(inverse[block])
                 products = (value * normed).flatten(0, -2)
@@ -238,11 +256,12 @@ def _inverse_root(value: Tensor, epsilon: float) -> Tensor:
     return norm.square_().div_(value.shape[-1]).add_(epsilon).rsqrt_()
 
 
-def _turned(value: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def _turned(value: Tensor, cos: Tensor, sin: Tensor, *, backward: bool = False) -> Tensor:
     half = value.shape[-1] // 2
+    sign = -1 if backward else 1
     result = value * cos
-    result[..., :half].addcmul_(value[..., half:], sin[..., :half])
-    result[..., half:].addcmul_(value[..., :half], sin[..., half:])
+    result[..., :half].addcmul_(value[..., half:], sin[..., :half], value=-sign)
+    result[..., half:].addcmul_(value[..., :half], sin[..., half:], value=sign)
     return result
 
 

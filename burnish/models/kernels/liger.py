@@ -1,6 +1,6 @@
 """Liger's Triton kernels (Hsu et al., arXiv 2410.10989), on CUDA if `liger-kernel` is installed.
 
-They replace gated activations, rotations, and norms that `burnish.models.kernels.fused` leaves. Experts, compiled
+They replace gated activations, and norms that `burnish.models.kernels.fused` leaves. Experts, compiled
 layers, the generator and the Megatron engine do not use them.
 """
 
@@ -16,13 +16,7 @@ from transformers import PreTrainedModel
 
 from burnish.errors import install, refusing
 from burnish.families import family_of
-from burnish.models.kernels.fused import (
-    FusedAttention,
-    FusedRMSNorm,
-    Pair,
-    is_of_transformers,
-    replace_layers,
-)
+from burnish.models.kernels.fused import FusedRMSNorm, is_of_transformers, replace_layers
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,8 +25,6 @@ class Kernels:
 
     gated: Mapping[str, Callable[[Tensor, Tensor], Tensor]]
     """By the activation's name in config.json: activation(gate) * up, of tensors of one shape."""
-    rotate: Callable[[Tensor, Tensor, Tensor, Tensor], Pair]
-    """Rotates queries [1, heads, T, d] and keys [1, key heads, T, d] by cosines and sines [1, T, d] fp32."""
     norm: Callable[..., Tensor]
     """RMSNorm [..., n] in fp32 from its input, weight [n], ε and offset of the weight, for families with `norm_in_fp32`."""
 
@@ -47,7 +39,6 @@ def liger_kernels() -> Kernels:
         from liger_kernel.ops import (
             LigerGELUMulFunction,
             LigerRMSNormFunction,
-            LigerRopeFunction,
             LigerSiLUMulFunction,
         )
 
@@ -60,7 +51,6 @@ def liger_kernels() -> Kernels:
             "swish": LigerSiLUMulFunction.apply,
             "gelu_pytorch_tanh": LigerGELUMulFunction.apply,
         },
-        LigerRopeFunction.apply,
         norm,
     )
 
@@ -71,9 +61,6 @@ def use_kernels(model: PreTrainedModel, kernels: Kernels) -> None:
         return
     config = model.config.get_text_config()
     family = family_of(config.model_type)
-    for module in model.modules():
-        if isinstance(module, FusedAttention):
-            module.position = partial(_rotate_both, kernels)
     activation = str(getattr(config, "hidden_activation", None) or config.hidden_act)
     if family.described and (gated := kernels.gated.get(activation)):
         replace_layers(model, "MLP", partial(GatedMLP, gated=gated))
@@ -95,19 +82,3 @@ class GatedMLP(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Take any shape [..., H]."""
         return self.down_proj(self._gated(self.gate_proj(x), self.up_proj(x)))
-
-
-def _rotate_both(
-    kernels: Kernels,
-    heads: Pair,
-    norms: tuple[FusedRMSNorm | None, FusedRMSNorm | None],
-    positions: Pair,
-) -> Pair:
-    query, key = (
-        (part.clone() if norm is None else norm(part)).transpose(0, 1)[None]
-        for part, norm in zip(heads, norms, strict=True)
-    )
-    cos, sin = (each.float() for each in positions)
-    query, key = kernels.rotate(query, key, cos, sin)
-    # Not [0], whose gradient would be a copy into zeros.
-    return query.squeeze(0).transpose(0, 1), key.squeeze(0).transpose(0, 1)

@@ -48,7 +48,7 @@ def _rotate_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0913
             second *= inverse * tl.load(weight + half, mask=inside, other=0.0).to(tl.float32)
         angle = row * width + column
         turned = first * tl.load(cosines + angle, mask=inside, other=0.0)
-        turned += second * tl.load(sines + angle, mask=inside, other=0.0)
+        turned -= second * tl.load(sines + angle, mask=inside, other=0.0)
         second *= tl.load(cosines + angle + half, mask=inside, other=0.0)
         second += first * tl.load(sines + angle + half, mask=inside, other=0.0)
         first = turned

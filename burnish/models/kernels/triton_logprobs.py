@@ -69,7 +69,7 @@ def _gradient_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0913
     logits,
     columns,
     known,
-    rows,
+    stride,
     scale,
     bound,
     words: tl.constexpr,
@@ -85,11 +85,11 @@ def _gradient_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0913
     z, slope = _transformed(raw, scale, bound, capped)
     known += row
     log_p = z - tl.load(known)
-    upstream = tl.load(known + rows)
+    upstream = tl.load(known + stride)
     factor = upstream
     if uses_entropy:
-        entropy = tl.load(known + 2 * rows)
-        of_entropy = tl.load(known + 3 * rows)
+        entropy = tl.load(known + 2 * stride)
+        of_entropy = tl.load(known + 3 * stride)
         factor = upstream + (log_p + entropy) * of_entropy
     gradient = tl.where(places == tl.load(columns + row), upstream, 0.0) - tl.exp(log_p) * factor
     tl.store(logits + places, (gradient * slope).to(raw.dtype), mask=inside)
@@ -120,14 +120,14 @@ def softmax_sums(logits: Tensor, columns: Tensor, scale: float, bound: float | N
 def write_gradients(
     logits: Tensor, columns: Tensor, known: Tensor, scale: float, bound: float | None
 ) -> None:
-    """Write gradients over `logits`; see `burnish.models.logprobs` for `known`."""
+    """Write gradients over `logits`; see `burnish.models.logprobs` for `known`, whose rows are contiguous."""
     count, words = logits.shape
     launched: Any = _gradient_kernel[(count, triton.cdiv(words, _BLOCK))]
     launched(
         logits,
         columns,
         known,
-        count,
+        known.stride(0),
         scale,
         bound or 1.0,
         words,
