@@ -103,9 +103,11 @@ def imagined_accelerator() -> Iterator[torch.device]:
     norm = mock.patch("torch.nn.functional.rms_norm", _rms_norm)
     passes = mock.patch("burnish.models.logprobs._kernels", _kernels)
     sums = mock.patch("burnish.models.packing._kernels", _kernels)
+    rotation = mock.patch("burnish.models.kernels.fused._kernels", _kernels)
     triton = mock.patch("burnish.models.packing.compiles_triton", _yes)
+    triton_too = mock.patch("burnish.models.kernels.fused.compiles_triton", _yes)
     ampere = mock.patch("burnish.models.logprobs.is_sm80_or_newer", _yes)
-    with attention, pages, norm, passes, sums, triton, ampere, _Fakes():
+    with attention, pages, norm, passes, sums, rotation, triton, triton_too, ampere, _Fakes():
         yield torch.device(NAME, 0)
 
 
@@ -131,34 +133,39 @@ def _rms_norm(rows: Tensor, shape: Any, weight: Tensor | None, epsilon: float) -
 
 
 class _Norm(torch.autograd.Function):
-    """That kernel's memory, without its numbers: it keeps its input and one fp32 number per row."""
+    """That kernel's memory, without its numbers: it keeps its input and one fp32 number per row. Its one call fills memory with 0."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, weight: Tensor | None) -> Tensor:
         ctx.save_for_backward(rows, weight, rows.new_empty(rows.shape[:-1], dtype=torch.float32))
-        return torch.empty_like(rows)
+        return torch.zeros_like(rows)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor | None]:
         rows, weight, _ = ctx.saved_tensors
-        return torch.empty_like(rows), None if weight is None else torch.empty_like(weight)
+        return torch.zeros_like(rows), None if weight is None else torch.empty_like(weight)
 
 
 class _Kernels:
-    """Stand-ins for Triton's kernels. Those of `burnish.models.kernels.triton_logprobs` overwrite logits."""
+    """Stand-ins for Triton's kernels, of one call each. Those of `burnish.models.kernels.triton_logprobs` overwrite logits."""
 
     @staticmethod
     def softmax_sums(logits: Tensor, *_: object) -> Tensor:
-        return logits.new_empty((4, len(logits)), dtype=torch.float32)
+        return logits.new_zeros((4, len(logits)), dtype=torch.float32)
 
     @staticmethod
-    def write_gradients(*_: object) -> None: ...
+    def write_gradients(logits: Tensor, *_: object) -> None:
+        logits.zero_()
+
+    @staticmethod
+    def rotate_heads(rows: Tensor, rotation: object, *, backward: bool = False) -> Tensor:
+        return torch.zeros_like(rows)
 
     @staticmethod
     def add_segments(
         values: Tensor, order: Tensor, starts: Tensor, places: Tensor, count: int
     ) -> Tensor:
-        return values.new_empty((count, *values.shape[1:]))
+        return values.new_zeros((count, *values.shape[1:]))
 
 
 class _Nothing:
