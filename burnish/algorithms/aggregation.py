@@ -29,8 +29,8 @@ class Aggregation:
     def __call__(self, token_losses: Tensor) -> Tensor:
         """Return the micro-batch's part of the loss. Masked values, even NaN, have no effect."""
         # A masked NaN times 0 would be NaN, so it is replaced before the product.
-        trained = self.coefficients != 0
-        return (torch.where(trained, token_losses, 0.0) * self.coefficients).sum()
+        masked = token_losses.masked_fill(self.coefficients == 0, 0.0)
+        return (masked * self.coefficients).sum()
 
     def mean_of(self, part: Tensor) -> Mean:
         """Return a part as a mean whose global value is the whole loss."""
