@@ -93,7 +93,7 @@ class Scorer(nn.Module):
             use_cache=False,
             packing=plan.packing,
             routing=routing,
-        ).last_hidden_state[0]
+        ).last_hidden_state.squeeze(0)  # [0] would have zeros in its backward pass
         if self.scores_values:
             from burnish.models.value_head import state_values, value_head
 
@@ -239,6 +239,9 @@ class ScoringPlan:
 
     def spread(self, values: Tensor) -> Tensor:
         """Return values [T] of all tokens, 0 if not scored, from this rank's predictions [N]. Collective if ranks share tokens."""
+        if self.deal.group is None and len(self.tree.computed) == len(self.tree.rows):
+            # No sequences share tokens, so predictions have the order of the scored tokens.
+            return values.new_zeros(len(self.tree.rows)).index_copy(0, self.scored, values)
         predictions = values.new_zeros(self.deal.count).index_copy(0, self.predicted, values)
         if self.deal.group is not None:
             from burnish.distributed.tensor_collectives import all_reduce_replicated
