@@ -31,7 +31,7 @@ from burnish.engines.factory import make_engine
 from burnish.models.meta_init import count_flops
 from burnish.records import Example
 
-MOST = {"sft": (910, 1570), "grpo": (1000, 1575)}
+MOST = {"sft": (760, 1100), "grpo": (850, 1160)}
 """Kernels of a forward and a backward pass that these steps are to stay below on eight ranks."""
 _TOKENS = 32768
 
