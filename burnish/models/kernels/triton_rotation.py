@@ -48,7 +48,9 @@ def _rotate_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0913
     tl.store(target + half, (of_second + first).to(result.dtype.element_ty), mask=inside)
 
 
-def rotate_heads(rows: Tensor, rotation: tuple[Tensor, Tensor], *, backward: bool = False) -> Tensor:
+def rotate_heads(
+    rows: Tensor, rotation: tuple[Tensor, Tensor], *, backward: bool = False
+) -> Tensor:
     """Return `rows` [T, heads, d] rotated by `rotation_of`, or with `backward` the other way.
 
     Computes in fp32 and rounds once.
