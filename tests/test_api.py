@@ -167,6 +167,7 @@ def test_a_second_thread_waits_its_turn(place: Path, monkeypatch: pytest.MonkeyP
     run()
 
 
+@pytest.mark.nightly
 def test_a_run_leaves_no_descriptors_and_frees_those_of_a_failed_one(place: Path) -> None:
     """Also if Python collects no cycles by itself."""
     burnish.sft("sft.yaml", name="ended", steps=1)

@@ -131,6 +131,7 @@ def sparse_rank(layout: Layout, path: Path) -> None:
         require_same_when_sparse(make, PER_MICRO[layout.world])
 
 
+@pytest.mark.nightly
 def test_tokens_without_a_gradient_are_left_out(models: dict[Shape, Path]) -> None:
     run_ranks(sparse_rank, 2, models["tied", EVEN])
 
