@@ -8,6 +8,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from burnish.models.kernels.triton_rotation import rotate_halves
+
 _GATE_BLOCK = 1024
 
 
@@ -47,11 +49,9 @@ def _rotate_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0913
             first *= inverse * tl.load(weight, mask=inside, other=0.0).to(tl.float32)
             second *= inverse * tl.load(weight + half, mask=inside, other=0.0).to(tl.float32)
         angle = row * width + column
-        turned = first * tl.load(cosines + angle, mask=inside, other=0.0)
-        turned -= second * tl.load(sines + angle, mask=inside, other=0.0)
-        second *= tl.load(cosines + angle + half, mask=inside, other=0.0)
-        second += first * tl.load(sines + angle + half, mask=inside, other=0.0)
-        first = turned
+        first, second = rotate_halves(
+            first, second, cosines + angle, sines + angle, half, inside, False
+        )
     place = tl.load(places + row).to(tl.int64)
     target = queries + (row * heads + head) * width
     if head >= heads:

@@ -14,6 +14,19 @@ _MOST_HEADS = 16
 
 
 @triton.jit  # type: ignore[untyped-decorator]
+def rotate_halves(first, second, cosines, sines, half, inside, backward: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return both halves of a head in fp32, rotated by the angles that `cosines` and `sines` point to; `backward` rotates the other way."""
+    of_first = first * tl.load(cosines, mask=inside, other=0.0)
+    of_second = second * tl.load(cosines + half, mask=inside, other=0.0)
+    second *= tl.load(sines, mask=inside, other=0.0)
+    first *= tl.load(sines + half, mask=inside, other=0.0)
+    if backward:
+        second = -second
+        first = -first
+    return of_first - second, of_second + first
+
+
+@triton.jit  # type: ignore[untyped-decorator]
 def _rotate_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0913
     rows,
     cosines,
@@ -36,16 +49,12 @@ def _rotate_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0913
     first = tl.load(source, mask=inside, other=0.0).to(tl.float32)
     second = tl.load(source + half, mask=inside, other=0.0).to(tl.float32)
     angle = row * 2 * half + column
-    of_first = first * tl.load(cosines + angle, mask=is_angle, other=0.0)
-    of_second = second * tl.load(cosines + angle + half, mask=is_angle, other=0.0)
-    second *= tl.load(sines + angle, mask=is_angle, other=0.0)
-    first *= tl.load(sines + angle + half, mask=is_angle, other=0.0)
-    if backward:
-        second = -second
-        first = -first
+    first, second = rotate_halves(
+        first, second, cosines + angle, sines + angle, half, is_angle, backward
+    )
     target = result + (row * heads + head) * 2 * half + column
-    tl.store(target, (of_first - second).to(result.dtype.element_ty), mask=inside)
-    tl.store(target + half, (of_second + first).to(result.dtype.element_ty), mask=inside)
+    tl.store(target, first.to(result.dtype.element_ty), mask=inside)
+    tl.store(target + half, second.to(result.dtype.element_ty), mask=inside)
 
 
 def rotate_heads(
