@@ -20,11 +20,12 @@ def remedies(
     beside: Sequence[FrozenModel] = (),
     *,
     on_cpu: bool,
+    longest: int = 0,
 ) -> list[str]:
     """Return settings that need less memory in a phase of a step, the most helpful first.
 
     `generates`: whether the method draws completions. `parts` are the planner's names, the largest first. `beside` are the frozen
-    models. `on_cpu`: host memory is all there is.
+    models. `on_cpu`: host memory is all there is. `longest`: see `burnish.method.Method.longest`.
     """
     engine = config.engine
     rollout = config.rollout
@@ -50,7 +51,6 @@ def remedies(
     )
     stages = f"engine.pipeline_parallel={2 * engine.pipeline_parallel}"
     fewer = max(2, config.batch.tokens // 2)
-    longest = config.longest_completed if generates else config.data.max_length or 0
     # As auto, so that rows without a limit stay as long as they are; not where auto would be more again.
     is_more = fewer >= AUTO_TOKENS and fewer * engine.sequence_parallel >= longest
     budget = f"batch.tokens_per_device={'auto:' if config.batch.is_auto and is_more else ''}{fewer}"

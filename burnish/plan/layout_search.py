@@ -213,7 +213,8 @@ class Planner:
         on_cpu = self.devices.cpu
         generates = self._method.generates
         beside = [each.said for each in self._beside]
-        helpful = remedies(settings, generates, plan.fullest, names, beside, on_cpu=on_cpu)
+        place = settings, generates, plan.fullest, names, beside
+        helpful = remedies(*place, on_cpu=on_cpu, longest=self._longest)
         return UsageError(
             f"this run does not fit on {plan.devices}",
             have=f"{bytes_text(plan.need)} in {plan.fullest} ({most})",

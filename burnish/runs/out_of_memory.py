@@ -37,8 +37,15 @@ def explained(error: RuntimeError, session: Session) -> BurnishError | None:
     highest = peak_memory(device) / 1e9
     on_cpu = device.type == "cpu"
     method = session.method
-    beside = [*method.frozen(session.config)]
-    settings = remedies(session.config, method.generates, phase, beside=beside, on_cpu=on_cpu)
+    config = session.config
+    settings = remedies(
+        config,
+        method.generates,
+        phase,
+        beside=[*method.frozen(config)],
+        on_cpu=on_cpu,
+        longest=method.longest(config),
+    )
     helpful = f"try {', or '.join(settings[:3])}; burnish plan shows how much each part needs"
     return BurnishError(
         f"rank {rank} ran out of memory in {phase}",

@@ -196,7 +196,15 @@ def test_less_memory_is_a_number_too() -> None:
         config = config_of(batch={"tokens_per_device": tokens})
         assert wanted in remedies(config, False, "update", on_cpu=False)
     long = config_of(batch={"tokens_per_device": "auto:20000"}, data={"max_length": 20_000})
-    assert "batch.tokens_per_device=10000" in remedies(long, False, "update", on_cpu=False)
+    # A pair of answers needs twice as much, so auto would be 20,000 again.
+    for method, wanted in (("sft", "auto:10000"), ("dpo", "10000")):
+        config = config_of(batch={"tokens_per_device": "auto:20000"}, data={"max_length": 9_000})
+        longest = METHODS[method].longest(config)
+        hints = remedies(config, False, "update", on_cpu=False, longest=longest)
+        assert f"batch.tokens_per_device={wanted}" in hints
+    longest = METHODS["sft"].longest(long)
+    hints = remedies(long, False, "update", on_cpu=False, longest=longest)
+    assert "batch.tokens_per_device=10000" in hints
 
 
 @pytest.mark.parametrize("command", ["sft", "rl"])
